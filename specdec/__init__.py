@@ -1,0 +1,1 @@
+"""The decoder: speculative and plain decoding of a pair, and the trace every number rests on."""

@@ -1,0 +1,141 @@
+"""A slot cache: every row owns S slots and a length; rolling back is moving the length, never copying.
+
+Letters: B rows, H key heads, N tokens of this forward, S slots, D head width.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from specdec.errors import UserError
+
+VIEW_STEP = 64  # attention reads whole multiples of this many slots
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's keys and values [B, H, S, D]; writes go to the positions of the current forward."""
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, owner: "SlotCache") -> None:
+        super().__init__()
+        self.owner = owner
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        rows, heads, _, width = key_states.shape
+        self.keys = key_states.new_zeros(rows, heads, self.owner.num_slots, width)
+        self.values = value_states.new_zeros(rows, heads, self.owner.num_slots, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        owner = self.owner
+        if key_states.shape[0] == 1:  # one row: its tokens are neighbours, a slice is cheaper than a scatter
+            start = owner.start
+            self.keys[:, :, start : start + key_states.shape[2]] = key_states
+            self.values[:, :, start : start + key_states.shape[2]] = value_states
+        else:
+            index = owner.positions[:, None, :, None]
+            self.keys.scatter_(2, index.expand_as(key_states), key_states)
+            self.values.scatter_(2, index.expand_as(value_states), value_states)
+        return self.keys[:, :, : owner.view], self.values[:, :, : owner.view]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.owner.view, 0
+
+    def get_seq_length(self, *args: Any) -> int:
+        return self.owner.start
+
+    def get_max_length(self) -> int:
+        return self.owner.num_slots
+
+    def get_max_cache_shape(self) -> int:
+        return self.owner.num_slots
+
+
+class SlotCache(Cache):
+    """Keys and values of B rows of different lengths. `positions` [B, N] says where this forward writes."""
+
+    def __init__(self, num_layers: int, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.positions = torch.zeros(1, 1, dtype=torch.long)
+        self.start = 0
+        self.view = num_slots
+        super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop all rows but these, in this order."""
+        for layer in self.layers:
+            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+
+    def place(self, positions: Tensor) -> None:
+        """Aim the next forward: token j of row b goes to slot positions[b, j] (neighbouring slots in a row)."""
+        last = int(positions.max())
+        assert last < self.num_slots, "a forward reaches past the last slot"
+        self.positions, self.start = positions, int(positions[0, 0])
+        self.view = min(self.num_slots, -(-(last + 1) // VIEW_STEP) * VIEW_STEP)
+
+
+class Runner:
+    """A model with its slot cache: `forward` any tokens at any per-row positions, get their hidden states."""
+
+    def __init__(self, model: PreTrainedModel, num_slots: int) -> None:
+        self.model = model
+        config = model.config.get_text_config()
+        self.windows = _windows(config)
+        self.cache = SlotCache(config.num_hidden_layers, num_slots)
+
+    def forward(self, tokens: Tensor, starts: Tensor) -> Tensor:  # [B, N], [B] -> hidden [B, N, H]
+        """One forward over `tokens`, row b's first at position starts[b]. Slots from there on are overwritten."""
+        positions = starts.unsqueeze(-1) + torch.arange(tokens.shape[1], device=tokens.device)
+        self.cache.place(positions)
+        output = self.model.base_model(
+            input_ids=tokens, position_ids=positions, attention_mask=self._masks(positions), past_key_values=self.cache, use_cache=True
+        )
+        return output.last_hidden_state  # type: ignore[no-any-return]
+
+    def prefill(self, tokens: Tensor, lengths: Tensor, chunk: int = 512) -> Tensor:  # [B, P] right-padded, [B] -> [B, H]
+        """Read prompts in chunks; returns the hidden state of each row's last token. The padding's slots go stale."""
+        last = lengths - 1
+        result: Tensor | None = None
+        for start in range(0, tokens.shape[1], chunk):
+            piece = tokens[:, start : start + chunk]
+            hidden = self.forward(piece, torch.full_like(lengths, start))
+            here = (last >= start) & (last < start + piece.shape[1])
+            index = (last - start).clamp(0, piece.shape[1] - 1)
+            ends = hidden[torch.arange(len(lengths), device=hidden.device), index]
+            result = ends if result is None else torch.where(here.unsqueeze(-1), ends, result)
+        assert result is not None
+        return result
+
+    def _masks(self, positions: Tensor) -> Any:
+        masks = {name: self._mask(positions, window) for name, window in self.windows.items()}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _mask(self, positions: Tensor, window: int | None) -> Tensor:  # [B, N] -> [B, 1, N, S']
+        """A slot is seen when it is not younger than the token that looks, so stale slots behind it are hidden."""
+        slots = torch.arange(self.cache.view, device=positions.device)
+        seen = slots <= positions.unsqueeze(-1)
+        if window is not None:
+            seen &= slots > positions.unsqueeze(-1) - window
+        dtype = self.model.dtype
+        hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=positions.device)
+        return torch.where(seen, torch.zeros_like(hidden), hidden).unsqueeze(1)
+
+
+def _windows(config: Any) -> dict[str, int | None]:
+    """Attention windows by layer kind, from the model's config; refuses state that cannot roll back."""
+    kinds = set(config.layer_types or ()) if hasattr(config, "layer_types") else set()
+    unknown = kinds - {"full_attention", "sliding_attention"}
+    if unknown or not hasattr(config, "num_attention_heads"):
+        raise UserError("this architecture keeps state that cannot roll back", got=sorted(unknown) or config.model_type,
+                        expected="full or sliding-window attention in every layer")
+    window = config.sliding_window if hasattr(config, "sliding_window") else None
+    if not kinds:
+        kinds = {"sliding_attention" if window else "full_attention"}
+    return {kind: (window if kind == "sliding_attention" else None) for kind in sorted(kinds)}
