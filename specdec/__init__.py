@@ -1,1 +1,1 @@
-"""The decoder: speculative and plain decoding of a pair, and the trace every number rests on."""
+"""The decoder: a target and its draft, without changing one token of the target's law."""

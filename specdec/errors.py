@@ -1,16 +1,30 @@
-"""The two ways a command can end badly: the request is wrong (exit 2), or it ran and the answer is no (exit 1)."""
+"""The two endings that are not crashes: a request that is wrong, and an answer that is no."""
 
-from typing import Any
+from __future__ import annotations
 
 
 class UserError(ValueError):
-    """A request that cannot be served, as one line: what, got, expected, fix."""
+    """The request is wrong: one line that says what, got, expected and fix (exit code 2).
 
-    def __init__(self, what: str, *, got: Any = None, expected: Any = None, fix: str | None = None) -> None:
-        parts = [f"got {got}" if got is not None else "", f"expected {expected}" if expected is not None else "", f"fix: {fix}" if fix else ""]
-        tail = "; ".join(p for p in parts if p)
-        super().__init__(" ".join(f"{what}: {tail}".split()) if tail else " ".join(what.split()))
+    `str(error)` is "what: got ...; expected ...; fix: ...", where parts that were not given are left out
+    and line breaks are folded, so that the message stays one line whatever the user's text held.
+    """
+
+    def __init__(
+        self, what: str, *, got: object = None, expected: object = None, fix: object = None
+    ) -> None:
+        parts = [
+            f"{label} {_fold(value)}"
+            for label, value in (("got", got), ("expected", expected), ("fix:", fix))
+            if value is not None
+        ]
+        message = _fold(what)
+        super().__init__(f"{message}: {'; '.join(parts)}" if parts else message)
 
 
 class AnswerIsNo(Exception):
-    """The command ran and its answer is no: a gate failed, a check found a mismatch."""
+    """The command ran and the answer is no: a gate failed, a check found a mismatch (exit code 1)."""
+
+
+def _fold(value: object) -> str:
+    return " ".join(str(value).split())

@@ -1,0 +1,44 @@
+"""Expected acceptance: alpha = mean over positions of sum_v min(p(v), q(v)), teacher-forced on the target's text.
+
+Leviathan et al. 2211.17192, the definition of beta and its mean alpha: 1 - TV distance, after the sampling warp, fp32.
+At T=0 both are one-hot and alpha is the share of positions where the argmaxes agree.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specdec.cache import Runner
+from specdec.head import Head
+from specdec.pair import LanguageModel
+from specdec.sampling import Sampling, warp
+
+CHUNK = 64  # positions whose full distributions are held at once
+
+
+def overlap(p: Tensor, q: Tensor) -> Tensor:  # [..., V], [..., V] -> [...]
+    """sum_v min(p(v), q(v)): the chance that a token drawn from q survives verification against p."""
+    return torch.minimum(p, q).sum(dim=-1)
+
+
+@torch.inference_mode()
+def expected_acceptance(target: LanguageModel, draft: LanguageModel, prompt_ids: Sequence[int], answer_ids: Sequence[int], *,
+                        sampling: Sampling, vocab_size: int) -> tuple[float, int]:
+    """(sum of overlaps, number of positions) over one answer of the target's."""
+    target_head, draft_head = Head(target, vocab_size), Head(draft, vocab_size)
+    p_hidden, q_hidden = _hidden(target, prompt_ids, answer_ids), _hidden(draft, prompt_ids, answer_ids)
+    total = 0.0
+    for start in range(0, len(answer_ids), CHUNK):
+        rows = slice(start, start + CHUNK)
+        p, q_logits = warp(target_head(p_hidden[rows]), sampling), draft_head(q_hidden[rows])
+        total += float(overlap(p, draft_head.widen(warp(q_logits, sampling))).sum())
+    return total, len(answer_ids)
+
+
+def _hidden(model: LanguageModel, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Tensor:  # [T, H]
+    """Hidden states of the positions that predict the answer."""
+    tokens = torch.tensor([[*prompt_ids, *answer_ids[:-1]]], device=model.device)
+    runner = Runner(model.model, tokens.shape[1] + 1)
+    hidden = runner.forward(tokens, torch.zeros(1, dtype=torch.long, device=model.device))
+    return hidden[0, len(prompt_ids) - 1 :]

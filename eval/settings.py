@@ -1,0 +1,37 @@
+"""The settings of an evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from specdec.settings import Section
+
+
+class EvalSection(Section):
+    """What is decoded, how, and where the report goes."""
+
+    suite: str = "builtin"
+    """Prompts: "builtin" (the held-out report split of `prompts`) or a JSONL file."""
+    draft: str | None = None
+    """Folder of the draft to score; None: the best checkpoint of the run."""
+    out: Path | None = None
+    """Folder of the report; None: eval/step-N in the run folder."""
+    draft_length: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
+    """Tokens drafted per round; "auto" follows the measured costs; 0 is plain decoding."""
+    temperatures: Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(min_length=1)] = (0.0,)
+    """Sampling temperatures, each scored on every prompt; 0 is greedy."""
+    max_new_tokens: int = Field(default=96, ge=2)
+    """Tokens decoded per prompt and turn, at most."""
+    batch_size: int = Field(default=1, ge=1)
+    """Prompts decoded side by side."""
+    max_prompts: int | None = Field(default=48, ge=1)
+    """Prompts scored, at most; None: all of the suite."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of sampling and of the bootstrap."""
+    lossless_prompts: int = Field(default=8, ge=0)
+    """Prompts of the float32 greedy identity check; 0 skips it."""
+    too_long: Literal["refuse", "skip"] = "refuse"
+    """What happens to a prompt that does not fit the context with its answer."""

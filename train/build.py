@@ -1,0 +1,92 @@
+"""From a config to a finished training run: answers from the store, a draft from the target, the loop."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from distill.store import Example, Store
+from distill.student import build_draft, choose_head_ids
+from specdec.errors import UserError
+from specdec.files import write_atomic
+from specdec.pair import HEAD_IDS_FILE, LanguageModel, load_model, load_tokenizer
+from specdec.settings import dump
+from train import checkpoint, provenance
+from train.config import Config
+from train.loop import Outcome, Trainer
+from train.runtime import finish, start
+
+
+def train(config: Config, target: LanguageModel | None = None) -> Outcome:
+    """Train, or go on training, the draft of a run folder that holds answers. Raises UserError."""
+    run_dir = Path(config.run.dir)
+    accelerator = start(config.train, config.target.device)
+    if not (run_dir / "responses").is_dir():
+        raise UserError(
+            "no answers to learn from",
+            got=f"{run_dir} without responses/",
+            fix="run draftsmith generate CONFIG first, or draftsmith run CONFIG",
+        )
+    store = Store(run_dir)
+    examples, selection = list(store.examples("train")), list(store.examples("selection"))
+    if accelerator.is_main_process:
+        write_atomic(run_dir / "run.yaml", dump(config))
+        provenance.write(run_dir)
+        checkpoint.sweep(run_dir)
+    accelerator.wait_for_everyone()
+    folder = checkpoint.latest(run_dir)
+    if folder is not None:
+        tokenizer = load_tokenizer(config.target)
+        draft, head_ids = reload(folder)
+    else:
+        target = target or load_model(config.target)
+        tokenizer = target.tokenizer
+        draft = build_draft(config.draft, target.model, tokenizer, seed=config.run.seed)
+        head_ids = short_list(examples, config.draft.head_size, target) if config.draft.head_size else None
+    trainer = Trainer(
+        config,
+        draft=draft,
+        tokenizer=tokenizer,
+        examples=examples,
+        selection=selection,
+        accelerator=accelerator,
+        head_ids=head_ids,
+    )
+    outcome = trainer.run()
+    model, optimizer = trainer.model, trainer.optimizer
+    del trainer
+    finish(accelerator, model, optimizer)
+    return outcome
+
+
+def reload(folder: Path) -> tuple[PreTrainedModel, Tensor | None]:
+    """The draft of a checkpoint, frozen where it was, and its short list."""
+    draft = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    learning = checkpoint.read_state(folder)["trainable"]
+    for name, parameter in draft.named_parameters():
+        parameter.requires_grad_(name in learning)
+    path = folder / HEAD_IDS_FILE
+    return draft, load_file(path)["head_ids"] if path.is_file() else None
+
+
+def token_weights(examples: Sequence[Example], vocab_size: int) -> Tensor:  # -> [V]
+    """How much each id matters to the target on its own answers: counts, plus the probability of the
+    captured ids.
+    """
+    weights = torch.zeros(vocab_size, dtype=torch.float64)
+    for example in examples:
+        ids = torch.as_tensor(example.answer_ids, dtype=torch.int64)
+        weights.index_add_(0, ids, torch.ones(len(ids), dtype=torch.float64))
+        weights.index_add_(0, example.token_ids.flatten().long(), example.log_probs.flatten().double().exp())
+    return weights
+
+
+def short_list(examples: Sequence[Example], size: int, target: LanguageModel) -> Tensor:  # -> [M], sorted
+    """The ids of the draft's head: those that carry most of the target's mass on its answers, and every stop
+    id.
+    """
+    weights = token_weights(examples, target.vocab_size)
+    return choose_head_ids(weights, size, always_include=sorted(target.eos_ids))
