@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from distill.capture import top_k_log_probs
 from distill.prompts import Prompt, Splits
-from distill.render import Renderer
 from distill.store import shard_is_done, write_shard
 from specdec.cli import progress
 from specdec.decoder import Decoder, Limits, Request
 from specdec.errors import UserError
 from specdec.pair import LanguageModel
+from specdec.render import Renderer
 from specdec.sampling import Sampling
 from specdec.settings import Section
 
@@ -29,7 +29,7 @@ from specdec.settings import Section
 class GenerateSection(Section):
     """How the target's own answers are made."""
 
-    temperatures: tuple[float, ...] = (0.7,)
+    temperatures: Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(min_length=1)] = (0.7,)
     """Sampling temperatures; answer i of a prompt uses temperature i modulo their number."""
     answers_per_prompt: int = Field(1, ge=1)
     """Answers to each prompt."""
@@ -59,20 +59,35 @@ class Task:
         return zlib.crc32(self.answer_id.encode())
 
 
-def plan_tasks(splits: Splits, section: GenerateSection, renderer: Renderer, *, context_length: int, seed: int) -> list[list[Task]]:
-    """All answers, cut into shards. Sorted by temperature and prompt length inside a split, so that batches are even."""
+def plan_tasks(
+    splits: Splits, section: GenerateSection, renderer: Renderer, *, context_length: int, seed: int
+) -> list[list[Task]]:
+    """All answers, cut into shards; sorted by temperature and prompt length inside a split: batches are even."""
     train = splits.train[: section.max_prompts]
     tasks = []
     for split, prompts in (("train", train), ("selection", splits.selection)):
         for prompt in prompts:
-            ids = renderer.prompt_ids(prompt.messages)
-            if not renderer.fits(prompt, ids, context_length, 1, section.too_long):
+            ids = renderer.prompt_ids(prompt.messages, prompt.id)
+            if not renderer.fits(prompt.id, ids, context_length, 1, section.too_long):
                 continue
             for n in range(section.answers_per_prompt if split == "train" else 1):
                 temperature = section.temperatures[n % len(section.temperatures)]
-                tasks.append(Task(answer_id=f"{seed}/{prompt.id}/{n}", prompt=prompt, split=split, prompt_ids=tuple(ids), temperature=temperature))
+                tasks.append(
+                    Task(
+                        answer_id=f"{seed}/{prompt.id}/{n}",
+                        prompt=prompt,
+                        split=split,
+                        prompt_ids=tuple(ids),
+                        temperature=temperature,
+                    )
+                )
     if not any(t.split == "train" for t in tasks):
-        raise UserError("no prompts to answer", got="0 training prompts", expected="at least one", fix="check prompts.sources and prompts.held_out")
+        raise UserError(
+            "no prompts to answer",
+            got="0 training prompts",
+            expected="at least one",
+            fix="check prompts.sources and prompts.held_out",
+        )
     tasks.sort(key=lambda t: (t.split, t.temperature, len(t.prompt_ids), t.answer_id))
     shards = []
     for key in dict.fromkeys((t.split, t.temperature) for t in tasks):
@@ -81,7 +96,16 @@ def plan_tasks(splits: Splits, section: GenerateSection, renderer: Renderer, *, 
     return shards
 
 
-def generate(target: LanguageModel, shards: Sequence[Sequence[Task]], run_dir: Path, *, section: GenerateSection, top_k: int, rank: int = 0, world: int = 1) -> int:
+def generate(
+    target: LanguageModel,
+    shards: Sequence[Sequence[Task]],
+    run_dir: Path,
+    *,
+    section: GenerateSection,
+    top_k: int,
+    rank: int = 0,
+    world: int = 1,
+) -> int:
     """Make the shards that are missing; returns how many were made."""
     missing = [n for n in range(rank, len(shards), world) if not shard_is_done(run_dir, n)]
     with progress(sum(len(shards[n]) for n in missing), "generate", "answer") as bar:
@@ -92,7 +116,9 @@ def generate(target: LanguageModel, shards: Sequence[Sequence[Task]], run_dir: P
     return len(missing)
 
 
-def answer_shard(target: LanguageModel, tasks: Sequence[Task], *, section: GenerateSection, top_k: int) -> tuple[list[dict[str, Any]], Tensor, Tensor]:
+def answer_shard(
+    target: LanguageModel, tasks: Sequence[Task], *, section: GenerateSection, top_k: int
+) -> tuple[list[dict[str, Any]], Tensor, Tensor]:
     """Decode one shard: its answers, and the captured ids and log-probabilities [tokens, k]."""
     steps: list[tuple[list[int], Tensor, Tensor]] = []
 
@@ -102,19 +128,32 @@ def answer_shard(target: LanguageModel, tasks: Sequence[Task], *, section: Gener
 
     requests = [Request(prompt_ids=t.prompt_ids, seed=t.seed) for t in tasks]
     limits = Limits(max_new_tokens=section.max_new_tokens, eos_ids=target.eos_ids)
-    traces = Decoder(target, requests, limits=limits, sampling=Sampling(temperature=tasks[0].temperature), observer=observe).run()
+    traces = Decoder(
+        target, requests, limits=limits, sampling=Sampling(temperature=tasks[0].temperature), observer=observe
+    ).run()
     lengths = [len(t.tokens) for t in traces]
     captured = list(_by_answer(steps, lengths))
     answers = [
-        {"answer_id": task.answer_id, "prompt_id": task.prompt.id, "domain": task.prompt.domain, "split": task.split, "messages": list(task.prompt.messages),
-         "prompt_ids": list(task.prompt_ids), "answer_ids": trace.tokens, "answer": target.tokenizer.decode(trace.tokens, skip_special_tokens=True),
-         "temperature": task.temperature, "finish": trace.finish}
+        {
+            "answer_id": task.answer_id,
+            "prompt_id": task.prompt.id,
+            "domain": task.prompt.domain,
+            "split": task.split,
+            "messages": list(task.prompt.messages),
+            "prompt_ids": list(task.prompt_ids),
+            "answer_ids": trace.tokens,
+            "answer": target.tokenizer.decode(trace.tokens, skip_special_tokens=True),
+            "temperature": task.temperature,
+            "finish": trace.finish,
+        }
         for task, trace in zip(tasks, traces, strict=True)
     ]
     return answers, torch.cat([ids for ids, _ in captured]), torch.cat([values for _, values in captured])
 
 
-def _by_answer(steps: list[tuple[list[int], Tensor, Tensor]], lengths: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
+def _by_answer(
+    steps: list[tuple[list[int], Tensor, Tensor]], lengths: list[int]
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Step-major captures -> one [T, k] pair an answer. Step t holds what produced token t of each row still active."""
     for index, length in enumerate(lengths):
         ids, values = [], []

@@ -31,6 +31,8 @@ from specdec.files import read_jsonl, sha256_file, write_atomic
 class Example:
     """One answer of the target, and the distributions it was sampled from."""
 
+    answer_id: str
+    """Names the answer in messages."""
     prompt_ids: tuple[int, ...]
     """Tokens of the rendered prompt."""
     answer_ids: tuple[int, ...]
@@ -168,6 +170,7 @@ def _cut(responses: Path, captured: Path, token_ids: Tensor, log_probs: Tensor) 
         raise _damaged(captured, f"{len(token_ids)} rows", f"{sum(lengths)}, one an answer token")
     return [
         Example(
+            answer_id=answer["answer_id"],
             prompt_ids=tuple(answer["prompt_ids"]),
             answer_ids=tuple(answer["answer_ids"]),
             token_ids=ids,

@@ -23,8 +23,15 @@ def overlap(p: Tensor, q: Tensor) -> Tensor:  # [..., V], [..., V] -> [...]
 
 
 @torch.inference_mode()
-def expected_acceptance(target: LanguageModel, draft: LanguageModel, prompt_ids: Sequence[int], answer_ids: Sequence[int], *,
-                        sampling: Sampling, vocab_size: int) -> tuple[float, int]:
+def expected_acceptance(
+    target: LanguageModel,
+    draft: LanguageModel,
+    prompt_ids: Sequence[int],
+    answer_ids: Sequence[int],
+    *,
+    sampling: Sampling,
+    vocab_size: int,
+) -> tuple[float, int]:
     """(sum of overlaps, number of positions) over one answer of the target's."""
     target_head, draft_head = Head(target, vocab_size), Head(draft, vocab_size)
     p_hidden, q_hidden = _hidden(target, prompt_ids, answer_ids), _hidden(draft, prompt_ids, answer_ids)

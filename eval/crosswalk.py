@@ -14,7 +14,7 @@ from eval.records import Record, Run
 
 
 def crosswalk(records: Sequence[Record], *, tau: float | None, alpha: float | None) -> list[dict[str, Any]]:
-    """Rows of {"tool", "number", "value", "formula"}; a value is a float, a list by position, or None (nothing counted).
+    """Rows of {"tool", "number", "value", "formula"}; a value is a float, a list by position, or None (uncounted).
 
     Args:
         records: one temperature.
@@ -22,24 +22,57 @@ def crosswalk(records: Sequence[Record], *, tau: float | None, alpha: float | No
         alpha: their expected acceptance.
     """
     runs = [record["speculative"] for record in records]
-    rate, length = metrics.total(_each(runs, metrics.draft_acceptance_rate)), metrics.total(_each(runs, metrics.mean_accepted_length))
+    rate, length = (
+        metrics.total(_each(runs, metrics.draft_acceptance_rate)),
+        metrics.total(_each(runs, metrics.mean_accepted_length)),
+    )
     return [
         _row("vLLM", "Draft acceptance rate", rate, "accepted / drafted"),
         _row("vLLM", "Mean acceptance length", length, "1 + accepted / rounds that drafted"),
-        _row("vLLM", "Per-position acceptance rate", _joint_rates(runs),
-             "rounds with a >= k / rounds that drafted (joint: falls with k even for a steady draft)"),
-        _row("SGLang", "accept length", metrics.total([(len(run["tokens"]), len(run["num_emitted"])) for run in runs]),
-             "completion tokens / verify forwards (the prefill's token is counted, trimmed tokens are not)"),
+        _row(
+            "vLLM",
+            "Per-position acceptance rate",
+            _joint_rates(runs),
+            "rounds with a >= k / rounds that drafted (joint: falls with k even for a steady draft)",
+        ),
+        _row(
+            "SGLang",
+            "accept length",
+            metrics.total([(len(run["tokens"]), len(run["num_emitted"])) for run in runs]),
+            "completion tokens / verify forwards (the prefill's token is counted, trimmed tokens are not)",
+        ),
         _row("llama.cpp", "accept", rate, "n_accept / n_drafted"),
-        _row("Spec-Bench", "Mean accepted tokens", _per_forward(runs), "(accepted + 1) per target forward, bonus token included"),
-        _row("Spec-Bench", "Speedup ratio", _spec_bench_speedup(records),
-             "mean over prompts of tokens/s, speculative / plain, prefill time included (not paired)"),
-        _row("gpt-fast", "Mean Accepted", None if length is None else length - 1.0,
-             "accepted per round that drafted, bonus token excluded"),
+        _row(
+            "Spec-Bench",
+            "Mean accepted tokens",
+            _per_forward(runs),
+            "(accepted + 1) per target forward, bonus token included",
+        ),
+        _row(
+            "Spec-Bench",
+            "Speedup ratio",
+            _spec_bench_speedup(records),
+            "mean over prompts of tokens/s, speculative / plain, prefill time included (not paired)",
+        ),
+        _row(
+            "gpt-fast",
+            "Mean Accepted",
+            None if length is None else length - 1.0,
+            "accepted per round that drafted, bonus token excluded",
+        ),
         _row("papers", "alpha", alpha, "mean of sum min(p, q) on the target's text (2211.17192)"),
-        _row("papers", "tau", tau, "tokens per target forward, trimmed (2401.15077 and others: average acceptance length)"),
-        _row("papers", "tau from alpha", _implied_tau(runs, alpha),
-             "(1 - alpha^(K+1)) / (1 - alpha) at the mean K (2211.17192, eq. 1: assumes independent tokens)"),
+        _row(
+            "papers",
+            "tau",
+            tau,
+            "tokens per target forward, trimmed (2401.15077 and others: average acceptance length)",
+        ),
+        _row(
+            "papers",
+            "tau from alpha",
+            _implied_tau(runs, alpha),
+            "(1 - alpha^(K+1)) / (1 - alpha) at the mean K (2211.17192, eq. 1: assumes independent tokens)",
+        ),
     ]
 
 
@@ -58,7 +91,9 @@ def _joint_rates(runs: Sequence[Run]) -> list[float]:
 
 
 def _per_forward(runs: Sequence[Run]) -> float | None:
-    return metrics.total([(sum(run["num_accepted"]) + len(run["num_accepted"]), len(run["num_accepted"])) for run in runs])
+    return metrics.total(
+        [(sum(run["num_accepted"]) + len(run["num_accepted"]), len(run["num_accepted"])) for run in runs]
+    )
 
 
 def _spec_bench_speedup(records: Sequence[Record]) -> float | None:

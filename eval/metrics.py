@@ -16,7 +16,7 @@ Pair = tuple[float, float]
 
 
 def expected_acceptance(record: Record) -> Pair:
-    """alpha = mean_t sum_v min(p_t(v), q_t(v)) = 1 - total variation, on the target's own answer (2211.17192, eq. for beta)."""
+    """alpha = mean_t sum_v min(p_t(v), q_t(v)) = 1 - TV, on the target's own answer (2211.17192, eq. for beta)."""
     expected = record.get("expected")
     return (expected["sum"], expected["n"]) if expected else (0, 0)
 

@@ -31,7 +31,9 @@ def check_records(records: Sequence[Record]) -> None:
     for record in records:
         key = (record["prompt_id"], record["turn"], record["temperature"])
         if key in seen:
-            raise UserError(_where(record), got="two records", expected="one per prompt, turn and temperature")
+            raise UserError(
+                _where(record), got="two records", expected="one per prompt, turn and temperature"
+            )
         seen.add(key)
         for name in RUNS:
             run = record.get(name)
@@ -39,8 +41,12 @@ def check_records(records: Sequence[Record]) -> None:
                 continue
             broken = "the run is missing" if run is None else _broken_rule(run, plain=name == "plain")
             if broken is not None:
-                raise UserError(f"{_where(record)}, {name} run", got=broken, expected="a consistent record",
-                                fix="decode this prompt again; if it comes back, the decoder is at fault")
+                raise UserError(
+                    f"{_where(record)}, {name} run",
+                    got=broken,
+                    expected="a consistent record",
+                    fix="decode this prompt again; if it comes back, the decoder is at fault",
+                )
         _check_expected(record)
 
 
@@ -83,5 +89,9 @@ def _check_expected(record: Record) -> None:
     if expected is None:
         return
     total, n = expected["sum"], expected["n"]
-    if n < 0 or not -1e-3 <= total <= n * (1 + 1e-3) + 1e-3:  # fp32 sums over wide vocabularies round a little
-        raise UserError(_where(record), got=f"expected acceptance {total} over {n} positions", expected="0 <= sum <= n")
+    if (
+        n < 0 or not -1e-3 <= total <= n * (1 + 1e-3) + 1e-3
+    ):  # fp32 sums over wide vocabularies round a little
+        raise UserError(
+            _where(record), got=f"expected acceptance {total} over {n} positions", expected="0 <= sum <= n"
+        )

@@ -33,5 +33,7 @@ class EvalSection(Section):
     """Seed of sampling and of the bootstrap."""
     lossless_prompts: int = Field(default=8, ge=0)
     """Prompts of the float32 greedy identity check; 0 skips it."""
+    baseline_prompts: int = Field(default=8, ge=0)
+    """Prompts that prompt lookup and transformers' generate are timed on; 0 skips both."""
     too_long: Literal["refuse", "skip"] = "refuse"
     """What happens to a prompt that does not fit the context with its answer."""

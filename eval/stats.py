@@ -77,8 +77,16 @@ def _interval(sums: np.ndarray[Any, Any], seed: int) -> list[float] | None:
         return None
     from scipy.stats import bootstrap
 
-    result = bootstrap(tuple(sums.T), _ratio, paired=True, vectorized=True, n_resamples=NUM_RESAMPLES, batch=250,
-                       method="percentile", random_state=np.random.default_rng(seed))
+    result = bootstrap(
+        tuple(sums.T),
+        _ratio,
+        paired=True,
+        vectorized=True,
+        n_resamples=NUM_RESAMPLES,
+        batch=250,
+        method="percentile",
+        random_state=np.random.default_rng(seed),
+    )
     # A resample may miss every prompt that has a denominator: it has no ratio and is left out.
     drawn = result.bootstrap_distribution[np.isfinite(result.bootstrap_distribution)]
     low, high = np.percentile(drawn, [2.5, 97.5])
@@ -92,7 +100,9 @@ def _ratio(*columns: np.ndarray[Any, Any], axis: int = -1) -> Any:
     return np.divide(above, below, out=np.full(np.shape(above), np.nan), where=np.asarray(below) != 0)
 
 
-def _by_cluster(clusters: Sequence[Hashable], columns: np.ndarray[Any, Any]) -> tuple[list[Hashable], np.ndarray[Any, Any]]:
+def _by_cluster(
+    clusters: Sequence[Hashable], columns: np.ndarray[Any, Any]
+) -> tuple[list[Hashable], np.ndarray[Any, Any]]:
     """Sum rows of the same cluster, in order of first appearance -> names [C], sums [C, columns]."""
     index = {name: i for i, name in enumerate(dict.fromkeys(clusters))}
     sums = np.zeros((len(index), columns.shape[1]))

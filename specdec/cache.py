@@ -3,6 +3,7 @@
 Letters: B rows, H key heads, N tokens of this forward, S slots, D head width.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -31,10 +32,13 @@ class SlotLayer(CacheLayerMixin):
         self.values = value_states.new_zeros(rows, heads, self.owner.num_slots, value_states.shape[-1])
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         owner = self.owner
+        assert self.keys is not None and self.values is not None
         if key_states.shape[0] == 1:  # one row: its tokens are neighbours, a slice is cheaper than a scatter
             start = owner.start
             self.keys[:, :, start : start + key_states.shape[2]] = key_states
@@ -71,6 +75,7 @@ class SlotCache(Cache):
     def keep(self, rows: Tensor) -> None:
         """Drop all rows but these, in this order."""
         for layer in self.layers:
+            assert isinstance(layer, SlotLayer) and layer.keys is not None and layer.values is not None
             layer.keys, layer.values = layer.keys[rows], layer.values[rows]
 
     def place(self, positions: Tensor) -> None:
@@ -88,6 +93,8 @@ class Runner:
         self.model = model
         config = model.config.get_text_config()
         self.windows = _windows(config)
+        known = inspect.signature(model.base_model.forward).parameters
+        self.cache_argument = "cache" if "cache" in known else "past_key_values"  # renamed within transformers 5
         self.cache = SlotCache(config.num_hidden_layers, num_slots)
 
     def forward(self, tokens: Tensor, starts: Tensor) -> Tensor:  # [B, N], [B] -> hidden [B, N, H]
@@ -95,11 +102,17 @@ class Runner:
         positions = starts.unsqueeze(-1) + torch.arange(tokens.shape[1], device=tokens.device)
         self.cache.place(positions)
         output = self.model.base_model(
-            input_ids=tokens, position_ids=positions, attention_mask=self._masks(positions), past_key_values=self.cache, use_cache=True
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=self._masks(positions),
+            use_cache=True,
+            **{self.cache_argument: self.cache},
         )
         return output.last_hidden_state  # type: ignore[no-any-return]
 
-    def prefill(self, tokens: Tensor, lengths: Tensor, chunk: int = 512) -> Tensor:  # [B, P] right-padded, [B] -> [B, H]
+    def prefill(
+        self, tokens: Tensor, lengths: Tensor, chunk: int = 512
+    ) -> Tensor:  # [B, P] right-padded, [B] -> [B, H]
         """Read prompts in chunks; returns the hidden state of each row's last token. The padding's slots go stale."""
         last = lengths - 1
         result: Tensor | None = None
@@ -133,8 +146,11 @@ def _windows(config: Any) -> dict[str, int | None]:
     kinds = set(config.layer_types or ()) if hasattr(config, "layer_types") else set()
     unknown = kinds - {"full_attention", "sliding_attention"}
     if unknown or not hasattr(config, "num_attention_heads"):
-        raise UserError("this architecture keeps state that cannot roll back", got=sorted(unknown) or config.model_type,
-                        expected="full or sliding-window attention in every layer")
+        raise UserError(
+            "this architecture keeps state that cannot roll back",
+            got=sorted(unknown) or config.model_type,
+            expected="full or sliding-window attention in every layer",
+        )
     window = config.sliding_window if hasattr(config, "sliding_window") else None
     if not kinds:
         kinds = {"sliding_attention" if window else "full_attention"}

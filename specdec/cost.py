@@ -20,7 +20,14 @@ REPEATS = 12
 
 
 @torch.inference_mode()
-def measure(target: LanguageModel, draft: LanguageModel, *, vocab_size: int, context: int = 128, max_draft_length: int = 8) -> dict[str, Any]:
+def measure(
+    target: LanguageModel,
+    draft: LanguageModel,
+    *,
+    vocab_size: int,
+    context: int = 128,
+    max_draft_length: int = 8,
+) -> dict[str, Any]:
     """Time plain and draft steps side by side, interleaved; returns c, v, h and the times in ms (medians)."""
     steps = {f"v{n}": _step(target, vocab_size, n, context) for n in range(1, max_draft_length + 2)}
     steps["draft"] = _step(draft, vocab_size, 1, context)
@@ -33,8 +40,15 @@ def measure(target: LanguageModel, draft: LanguageModel, *, vocab_size: int, con
                 seconds[name].append(time.perf_counter() - began)
     median = {name: statistics.median(values) for name, values in seconds.items()}
     plain = median["v1"]
-    return {"c": median["draft"] / plain, "v": {str(n): median[f"v{n}"] / plain for n in range(1, max_draft_length + 2)}, "h": 0.0,
-            "plain_step_ms": plain * 1e3, "draft_step_ms": median["draft"] * 1e3, "context_tokens": context, "batch_size": 1}
+    return {
+        "c": median["draft"] / plain,
+        "v": {str(n): median[f"v{n}"] / plain for n in range(1, max_draft_length + 2)},
+        "h": 0.0,
+        "plain_step_ms": plain * 1e3,
+        "draft_step_ms": median["draft"] * 1e3,
+        "context_tokens": context,
+        "batch_size": 1,
+    }
 
 
 def _step(model: LanguageModel, vocab_size: int, num_tokens: int, context: int) -> Callable[[], None]:
@@ -51,14 +65,16 @@ def _step(model: LanguageModel, vocab_size: int, num_tokens: int, context: int) 
 
 def accepted_length(acceptance: float, draft_length: int) -> float:
     """tau = (1 - alpha^(K+1)) / (1 - alpha): tokens a round emits when each draft is accepted with chance alpha."""
-    return sum(acceptance**k for k in range(draft_length + 1))
+    return float(sum(acceptance**k for k in range(draft_length + 1)))
 
 
 def predicted_speedup(cost: Mapping[str, Any], acceptance: float, draft_length: int) -> float:
     """tau / (K c + v(K+1) + h); exactly 1 at K = 0, which is plain decoding."""
     if draft_length == 0:
         return 1.0
-    return accepted_length(acceptance, draft_length) / (draft_length * cost["c"] + cost["v"][str(draft_length + 1)] + cost["h"])
+    return accepted_length(acceptance, draft_length) / float(
+        draft_length * cost["c"] + cost["v"][str(draft_length + 1)] + cost["h"]
+    )
 
 
 def best_draft_length(cost: Mapping[str, Any], acceptance: float) -> int:
@@ -78,4 +94,4 @@ def confidence_threshold(cost: Mapping[str, Any], acceptance: float) -> float:
     """
     slope = (cost["v"][str(len(cost["v"]))] - 1.0) / max(len(cost["v"]) - 1, 1)
     best = max(predicted_speedup(cost, acceptance, k) for k in range(len(cost["v"])))
-    return min(0.9, (cost["c"] + max(slope, 0.0)) * best)
+    return float(min(0.9, (cost["c"] + max(slope, 0.0)) * best))

@@ -45,7 +45,7 @@ class Limits:
 
 
 Observer = Callable[[list[int], Tensor], None]
-"""Called with the request indices [B] and the target's raw logits [B, V] behind every emitted token (plain decoding)."""
+"""Called with the request indices [B] and the target's raw logits [B, V] before each emitted token (plain decoding)."""
 Streamer = Callable[[int, list[int], int], None]
 """Called with the request index, the round's emitted tokens and how many of them are accepted drafts."""
 
@@ -53,14 +53,28 @@ Streamer = Callable[[int, list[int], int], None]
 class Decoder:
     """Decodes one batch. Build a new one per call: all state lives here and in the two caches."""
 
-    def __init__(self, target: LanguageModel, requests: Sequence[Request], *, limits: Limits, sampling: Sampling, vocab_size: int | None = None,
-                 proposer: Proposer | None = None, observer: Observer | None = None, streamer: Streamer | None = None) -> None:
+    def __init__(
+        self,
+        target: LanguageModel,
+        requests: Sequence[Request],
+        *,
+        limits: Limits,
+        sampling: Sampling,
+        vocab_size: int | None = None,
+        proposer: Proposer | None = None,
+        observer: Observer | None = None,
+        streamer: Streamer | None = None,
+    ) -> None:
         check_requests(target, requests, limits)
         self.target, self.requests, self.limits, self.sampling = target, requests, limits, sampling
         self.proposer, self.observer, self.streamer = proposer, observer, streamer
-        self.runner = Runner(target.model, slots_needed(requests, limits, proposer.max_length if proposer else 0))
+        self.runner = Runner(
+            target.model, slots_needed(requests, limits, proposer.max_length if proposer else 0)
+        )
         self.head = Head(target, vocab_size or target.vocab_size)
-        self.rows = [list(r.prompt_ids) for r in requests]  # committed tokens; the last one is not in the cache yet
+        self.rows = [
+            list(r.prompt_ids) for r in requests
+        ]  # committed tokens; the last one is not in the cache yet
         self.traces = [Trace(prompt_tokens=len(r.prompt_ids)) for r in requests]
         self.active = list(range(len(requests)))  # request index of each batch row
         self.seeds = torch.tensor([r.seed for r in requests], dtype=torch.int64, device=target.device)
@@ -114,7 +128,15 @@ class Decoder:
         accepted, following = self._verify(logits, proposal, lengths)
         if self.observer:
             self.observer(self.active, logits[:, 0])
-        table = torch.cat([proposal.num_drafts.unsqueeze(1), accepted.unsqueeze(1), following.unsqueeze(1), proposal.tokens], dim=1).tolist()
+        table = torch.cat(
+            [
+                proposal.num_drafts.unsqueeze(1),
+                accepted.unsqueeze(1),
+                following.unsqueeze(1),
+                proposal.tokens,
+            ],
+            dim=1,
+        ).tolist()
         for index, (num_drafts, num_accepted, token, *drafts) in zip(self.active, table, strict=True):
             if not self.traces[index].finish:
                 self._commit(index, num_drafts, num_accepted, [*drafts[:num_accepted], token])
@@ -126,7 +148,10 @@ class Decoder:
         none = torch.zeros(len(rows), 0, dtype=torch.long, device=self.target.device)
         if self.proposer is None:
             return Proposal(tokens=none, num_drafts=none.sum(dim=1), probs=None)
-        room = [max(self._budget(i) - len(self.traces[i].tokens) - 1, 0) if not self.traces[i].finish else 0 for i in self.active]
+        room = [
+            max(self._budget(i) - len(self.traces[i].tokens) - 1, 0) if not self.traces[i].finish else 0
+            for i in self.active
+        ]
         limits = torch.tensor(room, device=self.target.device).clamp(max=self.proposer.max_length)
         return self.proposer.propose(rows, limits, self.seeds)
 
@@ -173,7 +198,9 @@ class Decoder:
         return "length" if len(tokens) >= self._budget(index) else ""
 
     def _budget(self, index: int) -> int:
-        return min(self.limits.max_new_tokens, self.target.context_length - len(self.requests[index].prompt_ids))
+        return min(
+            self.limits.max_new_tokens, self.target.context_length - len(self.requests[index].prompt_ids)
+        )
 
     def _drop_finished(self) -> None:
         """Once half the rows have finished, the rest move together: amortised, a row is copied once a halving."""
@@ -202,5 +229,9 @@ def check_requests(target: LanguageModel, requests: Sequence[Request], limits: L
     for number, request in enumerate(requests):
         size = len(request.prompt_ids)
         if not 0 < size < target.context_length:
-            raise UserError(f"prompt {number} does not fit", got=f"{size} tokens", expected=f"1 to {target.context_length - 1}, the context length less one",
-                            fix="shorten the prompt")
+            raise UserError(
+                f"prompt {number} does not fit",
+                got=f"{size} tokens",
+                expected=f"1 to {target.context_length - 1}, the context length less one",
+                fix="shorten the prompt",
+            )

@@ -10,9 +10,7 @@ class UserError(ValueError):
     and line breaks are folded, so that the message stays one line whatever the user's text held.
     """
 
-    def __init__(
-        self, what: str, *, got: object = None, expected: object = None, fix: object = None
-    ) -> None:
+    def __init__(self, what: str, *, got: object = None, expected: object = None, fix: object = None) -> None:
         parts = [
             f"{label} {_fold(value)}"
             for label, value in (("got", got), ("expected", expected), ("fix:", fix))

@@ -15,8 +15,15 @@ class LengthPolicy(Protocol):
     """Decides, row by row, whether to draft one more token. It must not drop a token already drafted: whether a
     drawn token is proposed may not depend on which token it is, or the output's law would change."""
 
-    max_length: int
-    needs_confidence: bool
+    @property
+    def max_length(self) -> int:
+        """Most tokens a round may draft."""
+        ...
+
+    @property
+    def needs_confidence(self) -> bool:
+        """Whether `go_on` reads the chain at T=0, where it costs a softmax."""
+        ...
 
     def go_on(self, chain: Tensor) -> Tensor:  # [B] product of the drafted tokens' q -> [B] bool
         """True where one more token is worth drafting."""
@@ -52,4 +59,6 @@ def make_policy(draft_length: int | str, *, threshold: float = 0.3) -> LengthPol
         return Confidence(max_length=MAX_AUTO_LENGTH, threshold=threshold)
     if isinstance(draft_length, int) and not isinstance(draft_length, bool) and draft_length >= 0:
         return Fixed(max_length=draft_length)
-    raise UserError("draft_length is out of range", got=draft_length, expected="auto, or a whole number from 0")
+    raise UserError(
+        "draft_length is out of range", got=draft_length, expected="auto, or a whole number from 0"
+    )

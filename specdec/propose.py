@@ -38,7 +38,15 @@ class Proposer(Protocol):
 class DraftModel:
     """Autoregressive drafting with a small model and its own slot cache."""
 
-    def __init__(self, draft: LanguageModel, *, vocab_size: int, num_slots: int, policy: LengthPolicy, sampling: Sampling) -> None:
+    def __init__(
+        self,
+        draft: LanguageModel,
+        *,
+        vocab_size: int,
+        num_slots: int,
+        policy: LengthPolicy,
+        sampling: Sampling,
+    ) -> None:
         self.runner = Runner(draft.model, num_slots)
         self.head = Head(draft, vocab_size)
         self.policy, self.sampling = policy, sampling
@@ -104,10 +112,17 @@ class PromptLookup:
         """Nothing is kept per row."""
 
     def propose(self, rows: Sequence[Sequence[int]], limits: Tensor, seeds: Tensor) -> Proposal:
-        found = [self._find(list(row), min(int(limit), self.max_length)) for row, limit in zip(rows, limits.tolist(), strict=True)]
+        found = [
+            self._find(list(row), min(int(limit), self.max_length))
+            for row, limit in zip(rows, limits.tolist(), strict=True)
+        ]
         width = max(len(f) for f in found)
-        padded = torch.tensor([f + [0] * (width - len(f)) for f in found], dtype=torch.long, device=self.device).view(len(rows), width)
-        return Proposal(tokens=padded, num_drafts=torch.tensor([len(f) for f in found], device=self.device), probs=None)
+        padded = torch.tensor(
+            [f + [0] * (width - len(f)) for f in found], dtype=torch.long, device=self.device
+        ).view(len(rows), width)
+        return Proposal(
+            tokens=padded, num_drafts=torch.tensor([len(f) for f in found], device=self.device), probs=None
+        )
 
     def _find(self, row: list[int], limit: int) -> list[int]:
         for size in range(min(self.max_ngram, len(row) - 1), 0, -1):

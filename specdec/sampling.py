@@ -59,7 +59,9 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:  # [..., V] -> [..., V]
     if sampling.top_p < 1:
         ordered, ids = scaled.sort(dim=-1, descending=True)
         mass = ordered.softmax(dim=-1)
-        outside = mass.cumsum(dim=-1) - mass >= sampling.top_p  # mass *before* a token: the first is always kept
+        outside = (
+            mass.cumsum(dim=-1) - mass >= sampling.top_p
+        )  # mass *before* a token: the first is always kept
         scaled = scaled.masked_fill(torch.zeros_like(outside).scatter_(-1, ids, outside), float("-inf"))
     probs = scaled.softmax(dim=-1)
     if sampling.min_p > 0:

@@ -26,6 +26,15 @@ class Section(pydantic.BaseModel):
     )
 
 
+class RunSection(Section):
+    """Where the run lives."""
+
+    dir: Path = Path("runs/quickstart")
+    """Run folder; every output of the run lies below it."""
+    seed: int = pydantic.Field(default=0, ge=0)
+    """Seed of prompts, answers, initial weights and data order."""
+
+
 JobT = TypeVar("JobT", bound=Section)
 
 

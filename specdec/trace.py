@@ -43,14 +43,21 @@ class Trace:
     def check(self) -> None:
         """The counters' invariants; an AssertionError here is a fault of the decoder."""
         assert len(self.num_drafts) == len(self.num_accepted) == len(self.num_emitted)
-        for drafts, accepted, emitted in zip(self.num_drafts, self.num_accepted, self.num_emitted, strict=True):
+        for drafts, accepted, emitted in zip(
+            self.num_drafts, self.num_accepted, self.num_emitted, strict=True
+        ):
             assert 0 <= accepted <= drafts and 1 <= emitted <= accepted + 1, (drafts, accepted, emitted)
         assert sum(self.num_emitted) == len(self.tokens) - 1
 
     def record(self) -> dict[str, Any]:
         """As JSON for a report."""
-        return {"tokens": self.tokens, "finish": self.finish, "num_drafts": self.num_drafts,
-                "num_accepted": self.num_accepted, "num_emitted": self.num_emitted}
+        return {
+            "tokens": self.tokens,
+            "finish": self.finish,
+            "num_drafts": self.num_drafts,
+            "num_accepted": self.num_accepted,
+            "num_emitted": self.num_emitted,
+        }
 
 
 def acceptance(traces: Iterable[Trace]) -> float:

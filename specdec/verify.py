@@ -53,7 +53,9 @@ def token_rule(
     return num_accepted, draw(p_next, u_next.gather(1, num_accepted.unsqueeze(-1)).squeeze(-1))
 
 
-def _residual(p_next: Tensor, proposal: Proposal, num_accepted: Tensor) -> Tensor:  # [B, V], ..., [B] -> [B, V]
+def _residual(
+    p_next: Tensor, proposal: Proposal, num_accepted: Tensor
+) -> Tensor:  # [B, V], ..., [B] -> [B, V]
     index = num_accepted.clamp(max=proposal.tokens.shape[1] - 1)
     if proposal.probs is None:
         return p_next.scatter(-1, proposal.tokens.gather(1, index.unsqueeze(-1)), 0.0)
@@ -63,7 +65,9 @@ def _residual(p_next: Tensor, proposal: Proposal, num_accepted: Tensor) -> Tenso
     return torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p_next)
 
 
-def greedy_rule(best: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor]:  # [B, K+1] argmax of p -> [B], [B]
+def greedy_rule(
+    best: Tensor, proposal: Proposal
+) -> tuple[Tensor, Tensor]:  # [B, K+1] argmax of p -> [B], [B]
     """The token rule at T=0, where p and q are one-hot: accept while the draft is the target's argmax."""
     num_columns = proposal.tokens.shape[1]
     drafted = torch.arange(num_columns, device=best.device) < proposal.num_drafts.unsqueeze(-1)

@@ -10,11 +10,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from distill.store import Example, Store
 from distill.student import build_draft, choose_head_ids
+from specdec import provenance
 from specdec.errors import UserError
 from specdec.files import write_atomic
 from specdec.pair import HEAD_IDS_FILE, LanguageModel, load_model, load_tokenizer
 from specdec.settings import dump
-from train import checkpoint, provenance
+from train import checkpoint
 from train.config import Config
 from train.loop import Outcome, Trainer
 from train.runtime import finish, start

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -15,16 +14,7 @@ from distill.student import DraftSection
 from eval.settings import EvalSection
 from specdec.errors import UserError
 from specdec.pair import TargetSection
-from specdec.settings import Section
-
-
-class RunSection(Section):
-    """Where the run lives."""
-
-    dir: Path = Path("runs/quickstart")
-    """Run folder; every output of the run lies below it."""
-    seed: int = Field(default=0, ge=0)
-    """Seed of prompts, answers, initial weights and data order."""
+from specdec.settings import RunSection, Section
 
 
 class TrainSection(Section):
@@ -120,13 +110,10 @@ class Config(Section):
     @model_validator(mode="after")
     def _rules(self) -> Self:
         _check_draft(self.draft)
-        _check_data(self.prompts, self.generate)
         if self.objective.temperature <= 0:
             raise UserError("objective.temperature", got=self.objective.temperature, expected="above 0")
         if self.objective.kind == "jsd" and not 0 < self.objective.beta < 1:
             raise UserError("objective.beta", got=self.objective.beta, expected="above 0 and below 1")
-        if self.capture.top_k < 1:
-            raise UserError("capture.top_k", got=self.capture.top_k, expected="1 or more")
         if self.generate.max_new_tokens >= self.train.max_length:
             raise UserError(
                 "train.max_length",
@@ -156,29 +143,3 @@ def _check_draft(draft: DraftSection) -> None:
         )  # fmt: skip
     if any(layer < 0 for layer in draft.layers):
         raise UserError("draft.layers", got=list(draft.layers), expected="layer numbers, from 0")
-
-
-def _check_data(prompts: PromptsSection, generate: GenerateSection) -> None:
-    if not prompts.sources:
-        raise UserError("prompts.sources", got="none", expected="at least one source", fix="name: builtin")
-    for source in prompts.sources:
-        if source.weight <= 0:
-            raise UserError(
-                f"prompts.sources weight of {source.name}", got=source.weight, expected="above 0",
-                fix="remove a source that is not wanted",
-            )  # fmt: skip
-    if not 0 < prompts.held_out < 1:
-        raise UserError(
-            "prompts.held_out", got=prompts.held_out, expected="a share between 0 and 1, both excluded"
-        )
-    if not generate.temperatures or min(generate.temperatures) < 0:
-        raise UserError(
-            "generate.temperatures", got=list(generate.temperatures), expected="at least one, each 0 or more"
-        )
-    for name, number in (
-        ("answers_per_prompt", generate.answers_per_prompt),
-        ("max_new_tokens", generate.max_new_tokens),
-        ("batch_size", generate.batch_size),
-    ):
-        if number < 1:
-            raise UserError(f"generate.{name}", got=number, expected="1 or more")

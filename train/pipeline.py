@@ -1,9 +1,8 @@
 """`draftsmith run CONFIG`: generate -> train -> eval in one run folder, skipping what is done.
 
 A stage is known by the fingerprint of what it depends on: the target, its template, the prompts and the
-settings for
-`generate`; the answers' bytes and the settings for `train`; the chosen checkpoint and the settings for
-`eval`.
+settings for `generate`; the answers' bytes and the settings for `train`; the chosen checkpoint and the
+settings for `eval`.
 """
 
 import json
@@ -17,11 +16,16 @@ from specdec.cli import friendly
 from specdec.errors import UserError
 
 if TYPE_CHECKING:
-    from distill.generate import Task
     from specdec.pair import LanguageModel
     from train.config import Config
     from train.loop import Outcome
     from train.plan import Estimate
+
+
+FREE_TRAIN_KEYS = frozenset(
+    {"parallel", "accumulate", "eval_every", "save_every", "keep", "trackers", "max_bad_steps"}
+)
+"""Settings of `train` that may change between two starts of one run: they do not change what is learnt."""
 
 
 @click.command("run")
@@ -53,7 +57,7 @@ def run_command(config: Path, overrides: tuple[str, ...], plan: bool, as_json: b
     for stage, state in result["stages"].items():
         click.echo(f"{stage:10}{state}")
     click.echo(f"{'best':10}{result['best']}")
-    click.echo(f"{'verdict':10}{result['verdict']}")
+    click.echo(f"{'verdict':10}{result['sentence']}")
     click.echo(f"{'report':10}{result['report']}")
 
 
@@ -61,12 +65,7 @@ class Pipeline:
     """One run folder and the three stages that fill it."""
 
     def __init__(self, config: "Config") -> None:
-        from distill.generate import plan_tasks
-        from distill.prompts import load_prompts
-        from distill.render import Renderer
-        from specdec.pair import load_tokenizer
-        from train.plan import target_shape
-        from train.stages import Stages
+        from distill.answers import Answers, GenerateJob
 
         if config.train.parallel != "none":
             from train.runtime import launch_line
@@ -78,20 +77,17 @@ class Pipeline:
                 fix=f"draftsmith generate CONFIG, then {launch_line()}, then draftsmith eval CONFIG",
             )
         self.config, self.run_dir = config, Path(config.run.dir)
-        self.stages = Stages(self.run_dir)
-        self._target: LanguageModel | None = None
-        renderer = Renderer(load_tokenizer(config.target))
-        splits = load_prompts(config.prompts, seed=config.run.seed)
-        self.parameters, shape = target_shape(config.target)
-        self.shards: list[list[Task]] = plan_tasks(
-            splits,
-            config.generate,
-            renderer,
-            seed=config.run.seed,
-            context_length=int(shape.max_position_embeddings),
+        self.answers = Answers(
+            GenerateJob(
+                run=config.run,
+                target=config.target,
+                prompts=config.prompts,
+                generate=config.generate,
+                capture=config.capture,
+            )
         )
-        self.num_report_prompts = len(splits.report)
-        self.generate_inputs = generate_inputs(config, self.shards, renderer.fingerprint)
+        self.stages = self.answers.stages
+        self._target: LanguageModel | None = None
 
     def target(self) -> "LanguageModel":
         """The target, loaded once and only if a stage needs it."""
@@ -106,36 +102,45 @@ class Pipeline:
         from train.plan import estimate, measure
 
         self.check_same()
-        done = {"generate": self.stages.is_done("generate", self.generate_inputs)}
+        done = {"generate": self.answers.done}
         done["train"] = done["generate"] and self.stages.is_done("train", train_inputs(self.config))
         done["eval"] = done["train"] and self.stages.is_done("eval", eval_inputs(self.config))
-        lengths = [len(task.prompt_ids) for shard in self.shards for task in shard]
-        limit = self.config.eval.max_prompts
-        prompts = self.num_report_prompts if limit is None else min(limit, self.num_report_prompts)
         return estimate(
-            self.config, prompt_lengths=lengths, eval_prompts=prompts, machine=measure(), done=done
+            self.config,
+            prompt_lengths=[len(task.prompt_ids) for shard in self.answers.shards for task in shard],
+            eval_prompts=self.num_eval_prompts(),
+            machine=measure(),
+            done=done,
         )
+
+    def num_eval_prompts(self) -> int:
+        """Prompts that the eval stage decodes."""
+        from distill.prompts import read_suite
+
+        section = self.config.eval
+        report = self.answers.splits.report if section.suite == "builtin" else read_suite(section.suite)
+        return len(report) if section.max_prompts is None else min(section.max_prompts, len(report))
 
     def check_same(self) -> None:
         """Refuse a folder that another config has begun."""
-        self.stages.check_same("generate", self.generate_inputs)
-        if self.stages.is_done("generate", self.generate_inputs):
+        self.answers.check_same()
+        if self.answers.done:
             self.stages.check_same("train", train_inputs(self.config))
 
     def run(self) -> dict[str, Any]:
         """Walk the stages; returns what to print."""
+        from specdec import provenance
         from specdec.files import write_atomic
         from specdec.settings import dump
-        from train import checkpoint, provenance
+        from train import checkpoint
 
         self.check_same()
+        self.num_eval_prompts()  # a suite that is not there shows before hours of work
         write_atomic(self.run_dir / "run.yaml", dump(self.config))
         provenance.write(self.run_dir)
-        states = {"generate": self.generate()}
-        if (
-            self.stages.is_done("train", train_inputs(self.config))
-            and checkpoint.latest(self.run_dir) is not None
-        ):
+        states = {"generate": self.answers.make(self.target)}
+        trained = self.stages.is_done("train", train_inputs(self.config))
+        if trained and checkpoint.latest(self.run_dir) is not None:
             states["train"] = "skipped, done"
         else:
             outcome = train_stage(self.config, self._target)
@@ -149,42 +154,31 @@ class Pipeline:
         best = checkpoint.best(self.run_dir)
         return {"run_dir": str(self.run_dir), "stages": states, "best": str(best), **report}
 
-    def generate(self) -> str:
-        """Make the answers that are missing."""
-        from distill.generate import generate
-
-        if self.stages.is_done("generate", self.generate_inputs):
-            return "skipped, done"
-        self.stages.mark("generate", self.generate_inputs, done=False)
-        generate(
-            self.target(),
-            self.shards,
-            self.run_dir,
-            section=self.config.generate,
-            top_k=self.config.capture.top_k,
-        )
-        self.stages.mark("generate", self.generate_inputs, done=True)
-        return "done"
-
     def evaluate(self) -> tuple[str, dict[str, str]]:
         """Measure the best checkpoint on the report split."""
-        from eval.main import evaluate
+        from eval.score import EvalJob, evaluate
 
-        inputs = eval_inputs(self.config)
+        config, inputs = self.config, eval_inputs(self.config)
         before = self.stages.records.get("eval", {})
         if self.stages.is_done("eval", inputs) and Path(before.get("report", "")).is_file():
-            return "skipped, done", {"verdict": before["verdict"], "report": before["report"]}
-        report, folder = evaluate(self.config, target=self._target)
-        found = {"verdict": str(report["verdict"]), "report": str(Path(folder) / "report.md")}
+            state = "skipped, done"
+            return state, {name: before[name] for name in ("verdict", "sentence", "report")}
+        job = EvalJob(run=config.run, target=config.target, prompts=config.prompts, eval=config.eval)
+        report, folder = evaluate(job, self._target)
+        found = {
+            "verdict": str(report["verdict"]),
+            "sentence": str(report["sentence"]),
+            "report": str(folder / "report.html"),
+        }
         self.stages.mark("eval", inputs, done=True, **found)
         return "done", found
 
 
 def train_stage(config: "Config", target: "LanguageModel | None" = None) -> "Outcome":
     """The train stage alone, in every process that was started; the main one keeps the record."""
+    from distill.stages import Stages
     from train.build import train
     from train.runtime import is_main_process
-    from train.stages import Stages
 
     stages, inputs = Stages(Path(config.run.dir)), train_inputs(config)
     stages.check_same("train", inputs)
@@ -196,32 +190,9 @@ def train_stage(config: "Config", target: "LanguageModel | None" = None) -> "Out
     return outcome
 
 
-def generate_inputs(config: "Config", shards: "list[list[Task]]", template: str) -> dict[str, Any]:
-    """What the answers depend on."""
-    from specdec.files import fingerprint
-    from specdec.pair import _identity, locate
-
-    return {
-        "target": {
-            "identity": _identity(*locate(config.target.path), config.target),
-            "dtype": config.target.dtype,
-        },
-        "template": template,
-        "prompts": {
-            "tasks": fingerprint(
-                [[t.answer_id, t.split, t.prompt_ids, t.temperature] for shard in shards for t in shard]
-            )
-        },
-        "generate": config.generate.model_dump(mode="json"),
-        "capture": config.capture.model_dump(mode="json"),
-        "run": {"seed": config.run.seed},
-    }
-
-
 def train_inputs(config: "Config") -> dict[str, Any]:
     """What the draft depends on; the answers by their bytes."""
     from specdec.files import fingerprint, sha256_file
-    from train.stages import FREE_TRAIN_KEYS
 
     files = sorted((Path(config.run.dir) / "responses").glob("shard-*.jsonl"))
     return {
@@ -240,5 +211,5 @@ def eval_inputs(config: "Config") -> dict[str, Any]:
     return {
         "train": train_inputs(config),
         "best": str(checkpoint.best(Path(config.run.dir))),
-        "eval": config.eval.model_dump(mode="json"),
+        "eval": config.eval.model_dump(mode="json", exclude={"out", "draft"}),
     }

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from specdec.pair import TargetSection, locate
+from specdec.pair import TargetSection, read_config
 from train.config import Config
 
 RECORD_BYTES = 40
@@ -67,16 +67,10 @@ def measure(device: str = "cpu") -> Machine:
 
 def target_shape(section: TargetSection) -> tuple[int, Any]:
     """Parameter count and text config of the target, from its config file alone."""
-    folder, file = locate(section.path)
-    extra = {"gguf_file": file} if file else {}
-    config = AutoConfig.from_pretrained(
-        folder, revision=section.revision or "main", trust_remote_code=section.trust_remote_code, **extra
-    )
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    config = read_config(section)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    return sum(p.numel() for p in model.parameters()), config.get_text_config()
+    return sum(p.numel() for p in model.parameters()), config
 
 
 def draft_size(config: Config, target: Any) -> tuple[int, int]:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from distill.stages import Stages
 from specdec.errors import UserError
 from train.pipeline import run_command
-from train.stages import Stages
 
 
 def invoke(folder: Path, target: Path, *extra: str) -> Result:

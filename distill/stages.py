@@ -1,6 +1,4 @@
-"""The stages of a run and what each depends on: same fingerprint and done means skipped; another one means
-another run.
-"""
+"""The run folder and its stages: same fingerprint and done means skipped; another one means another run."""
 
 import json
 from collections.abc import Mapping
@@ -11,11 +9,6 @@ from specdec.errors import UserError
 from specdec.files import fingerprint, write_atomic
 
 STAGES_FILE = "stages.json"
-
-FREE_TRAIN_KEYS = frozenset(
-    {"parallel", "accumulate", "eval_every", "save_every", "keep", "trackers", "max_bad_steps"}
-)
-"""Settings of `train` that may change between two starts of one run: they do not change what is learnt."""
 
 
 class Stages:
@@ -37,6 +30,10 @@ class Stages:
         if not isinstance(records, dict):
             raise UserError(f"{self.path} is not a JSON object", fix="delete it, or choose another run.dir")
         return records
+
+    def begun(self, stage: str) -> bool:
+        """Whether the stage has ever started here."""
+        return stage in self.records
 
     def is_done(self, stage: str, inputs: Mapping[str, Any]) -> bool:
         """Whether the stage finished with exactly these inputs."""
