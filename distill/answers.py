@@ -12,7 +12,7 @@ from distill.prompts import PromptsSection, load_prompts
 from distill.stages import Stages
 from distill.store import shard_is_done
 from specdec.files import fingerprint, write_atomic
-from specdec.pair import LanguageModel, TargetSection, identity, load_tokenizer, read_config
+from specdec.pair import LanguageModel, TargetSection, identity, load_tokenizer, read_config, resolve_device
 from specdec.render import Renderer
 from specdec.settings import RunSection, Section, dump
 
@@ -39,6 +39,7 @@ class Answers:
 
     def __init__(self, job: GenerateJob) -> None:
         self.job, self.run_dir = job, Path(job.run.dir)
+        resolve_device(job.target.device)  # a missing device shows before anything is written
         self.stages = Stages(self.run_dir)
         renderer = Renderer(load_tokenizer(job.target))
         self.splits = load_prompts(job.prompts, seed=job.run.seed)

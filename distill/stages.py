@@ -57,7 +57,8 @@ class Stages:
         )
 
     def mark(self, stage: str, inputs: Mapping[str, Any], *, done: bool, **extra: Any) -> None:
-        """Record that a stage has begun or is done."""
+        """Record that a stage has begun or is done; what others recorded meanwhile stays."""
+        self.records = self._read()
         self.records[stage] = {
             "fingerprint": fingerprint(inputs),
             "done": done,

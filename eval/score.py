@@ -37,6 +37,7 @@ from specdec.pair import (
     load_model,
     load_tokenizer,
     read_config,
+    resolve_device,
 )
 from specdec.render import Renderer
 from specdec.sampling import Sampling
@@ -63,6 +64,7 @@ def evaluate(job: EvalJob, target: LanguageModel | None = None) -> tuple[dict[st
     Raises:
         UserError: draft, suite or folder are not what they should be.
     """
+    resolve_device(job.target.device)
     draft_path, out = _paths(job)
     renderer = Renderer(load_tokenizer(job.target))
     questions = load_suite(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.utils.logging import set_verbosity_error
 
 from specdec.decoder import Decoder, Limits, Request
 from specdec.length import LengthPolicy
@@ -130,6 +131,7 @@ def hf_baseline(bench: Bench, prompts: Prompts) -> dict[str, Any]:
 
 
 def _hf_generate(bench: Bench, ids: Sequence[int], *, assisted: bool) -> int:
+    set_verbosity_error()  # assisted generation warns of arguments that it passes itself
     inputs = torch.tensor([list(ids)], device=bench.target.device)
     extra = {"assistant_model": bench.draft.model} if assisted else {}
     output = bench.target.model.generate(  # type: ignore[operator]

@@ -8,11 +8,14 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from specdec.errors import UserError
 
@@ -22,6 +25,8 @@ _DISK_ERRORS = {
     errno.EACCES: ("permission denied", "choose a folder that you may write to"),
     errno.EPERM: ("permission denied", "choose a folder that you may write to"),
     errno.EROFS: ("the file system is read-only", "choose a folder that you may write to"),
+    errno.ENOENT: ("no such folder can be made", "choose another path"),
+    errno.EEXIST: ("a file of that name is in the way", "choose another path"),
     errno.ENOTDIR: ("a parent of the path is a file, not a folder", "choose another path"),
 }
 
@@ -225,11 +230,18 @@ def disk_errors(path: Path) -> Iterator[None]:
     """Turn the disk errors a user can mend into a UserError naming `path`."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in _DISK_ERRORS:
+    except (OSError, SafetensorError) as error:
+        number = error.errno if isinstance(error, OSError) else _os_error(error)
+        if number not in _DISK_ERRORS:
             raise
-        problem, fix = _DISK_ERRORS[error.errno]
+        problem, fix = _DISK_ERRORS[number]
         raise UserError(f"cannot write {path}", got=problem, expected="a writable place", fix=fix) from error
+
+
+def _os_error(error: SafetensorError) -> int | None:
+    """safetensors reports the system's errors as text: `... (os error 28)`."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found.group(1)) if found else None
 
 
 def _umask() -> int:

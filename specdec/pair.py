@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from specdec.errors import UserError
 from specdec.files import fingerprint
@@ -241,6 +243,8 @@ def _restore_rope(plain: PreTrainedModel, loaded: PreTrainedModel) -> None:
 def load_model(section: TargetSection) -> LanguageModel:
     """Load a target: weights, tokenizer, limits. Raises UserError for whatever is missing or broken."""
     device, dtype = resolve_device(section.device), getattr(torch, section.dtype)
+    if not sys.stderr.isatty():
+        disable_progress_bar()
     tokenizer = load_tokenizer(section)
     folder, file = locate(section.path)
     try:
