@@ -93,6 +93,7 @@ class Runner:
         self.model = model
         config = model.config.get_text_config()
         self.windows = _windows(config)
+        self.last_position = config.max_position_embeddings - 1
         known = inspect.signature(model.base_model.forward).parameters
         self.cache_argument = "cache" if "cache" in known else "past_key_values"  # renamed within transformers 5
         self.cache = SlotCache(config.num_hidden_layers, num_slots)
@@ -101,9 +102,10 @@ class Runner:
         """One forward over `tokens`, row b's first at position starts[b]. Slots from there on are overwritten."""
         positions = starts.unsqueeze(-1) + torch.arange(tokens.shape[1], device=tokens.device)
         self.cache.place(positions)
+        # A row near its context's end rides along with longer drafts: a learned table has no row for those columns.
         output = self.model.base_model(
             input_ids=tokens,
-            position_ids=positions,
+            position_ids=positions.clamp(max=self.last_position),
             attention_mask=self._masks(positions),
             use_cache=True,
             **{self.cache_argument: self.cache},

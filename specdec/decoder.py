@@ -79,6 +79,8 @@ class Decoder:
         self.active = list(range(len(requests)))  # request index of each batch row
         self.seeds = torch.tensor([r.seed for r in requests], dtype=torch.int64, device=target.device)
         self.times = Times()
+        # A token spells at least one byte, so this many tokens at the end hold a whole stop string.
+        self.stop_window = max([64, *(len(s.encode()) for s in limits.stop)])
 
     @torch.inference_mode()
     def run(self) -> list[Trace]:
@@ -192,7 +194,7 @@ class Decoder:
         if tokens[-1] in self.limits.eos_ids:
             return "eos"
         if self.limits.stop:
-            text = self.target.tokenizer.decode(tokens[-64:])
+            text = self.target.tokenizer.decode(tokens[-self.stop_window :])
             if any(s in text for s in self.limits.stop):
                 return "stop"
         return "length" if len(tokens) >= self._budget(index) else ""

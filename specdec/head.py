@@ -18,13 +18,14 @@ class Head:
         self.bias = None if bias is None else bias[:vocab_size] if ids is None else bias[ids]
         self.vocab_size = vocab_size
         config = language_model.model.config.get_text_config().to_dict()
-        self.divisor = float(config.get("logits_scaling") or 1.0)
+        # Granite divides its logits, Cohere multiplies them.
+        self.scale = float(config.get("logit_scale") or 1.0) / float(config.get("logits_scaling") or 1.0)
         self.cap = config.get("final_logit_softcapping")
 
     def __call__(self, hidden: Tensor) -> Tensor:  # [..., H] -> [..., M]
         logits = torch.nn.functional.linear(hidden, self.weight, self.bias)
-        if self.divisor != 1.0:
-            logits = logits / self.divisor
+        if self.scale != 1.0:
+            logits = logits * self.scale
         if self.cap:
             logits = torch.tanh(logits / self.cap) * self.cap
         return logits

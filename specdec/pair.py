@@ -1,5 +1,7 @@
 """The pair: loading a target and its draft, and the tokenizer contract that binds them."""
 
+import copy
+import functools
 import importlib.util
 import json
 import sys
@@ -156,6 +158,12 @@ def identity(section: TargetSection) -> str:
 
 def read_config(section: TargetSection) -> PreTrainedConfig:
     """The text config of the model at `section.path`, without its weights. Raises UserError."""
+    return _read_config(section, identity(section))
+
+
+# Reading a GGUF's header takes seconds; a command asks for tokenizer and config more than once.
+@functools.lru_cache(maxsize=4)
+def _read_config(section: TargetSection, content: str) -> PreTrainedConfig:
     folder, file = locate(section.path)
     extra = {"gguf_file": file} if file else {}
     if file:
@@ -179,6 +187,11 @@ def read_config(section: TargetSection) -> PreTrainedConfig:
 
 def load_tokenizer(section: TargetSection) -> PreTrainedTokenizerBase:
     """The tokenizer at `section.path`. Raises UserError when there is none."""
+    return _load_tokenizer(section, identity(section))
+
+
+@functools.lru_cache(maxsize=4)
+def _load_tokenizer(section: TargetSection, content: str) -> PreTrainedTokenizerBase:
     folder, file = locate(section.path)
     extra: dict[str, Any] = {"gguf_file": file} if file else {}
     if file:
@@ -215,7 +228,7 @@ def _load_gguf(folder: str, file: str, dtype: torch.dtype) -> PreTrainedModel:
     loaded = AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=file, quantization_config=GgufConfig(dequantize=True), dtype=dtype
     )
-    config = AutoConfig.from_pretrained(folder, gguf_file=file)
+    config = copy.deepcopy(loaded.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.dtype = dtype

@@ -58,10 +58,11 @@ def _residual(
 ) -> Tensor:  # [B, V], ..., [B] -> [B, V]
     index = num_accepted.clamp(max=proposal.tokens.shape[1] - 1)
     if proposal.probs is None:
-        return p_next.scatter(-1, proposal.tokens.gather(1, index.unsqueeze(-1)), 0.0)
-    q_next = proposal.probs.gather(1, index.view(-1, 1, 1).expand(-1, 1, p_next.shape[-1])).squeeze(1)
-    residual = (p_next - q_next).clamp(min=0)
-    # p == q to the last bit leaves no residual; such a draft is never rejected, the row only must not be empty.
+        residual = p_next.scatter(-1, proposal.tokens.gather(1, index.unsqueeze(-1)), 0.0)
+    else:
+        q_next = proposal.probs.gather(1, index.view(-1, 1, 1).expand(-1, 1, p_next.shape[-1])).squeeze(1)
+        residual = (p_next - q_next).clamp(min=0)
+    # Where p <= q everywhere, nothing is left. Rounding alone rejects such a draft: p stands in for the residual.
     return torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p_next)
 
 

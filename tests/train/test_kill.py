@@ -80,7 +80,10 @@ def without_times(value: Any) -> Any:
     if isinstance(value, dict):
         kept = {k: v for k, v in value.items() if not any(word in k for word in TIMES)}
         return {k: without_times(v) for k, v in kept.items()}
-    return [without_times(v) for v in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        timed = "Speedup ratio"  # a crosswalk row that is a ratio of times
+        return [without_times(v) for v in value if not (isinstance(v, dict) and v.get("number") == timed)]
+    return value
 
 
 def test_three_kills_in_each_stage_change_nothing(
