@@ -30,7 +30,7 @@ def _figure(draw: Callable[[Axes], None], *, width: float = 6.0, height: float =
     from matplotlib.figure import Figure
 
     # svg.hashsalt and no date: the same report gives the same bytes. Text stays text: sharp, small, searchable.
-    style = {"font.size": 10, "svg.fonttype": "none", "svg.hashsalt": "report", "font.family": "sans-serif"}
+    style: dict[Any, Any] = {"font.size": 10, "svg.fonttype": "none", "svg.hashsalt": "report"}
     with rc_context(style):
         figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.add_subplot()

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith import main
 
-
 LONG = b"".join(b'{"id": %d, "prompt": "%d %s"}\n' % (i, i, b"word " * 4000) for i in (5, 6, 7, 8))
 
 
