@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from eval.plots import plots
@@ -16,25 +18,29 @@ Report = Mapping[str, Any]
 COLUMNS = {
     "speedup_decode": "speedup",
     "speedup_end_to_end": "speedup, prefill included",
+    "speedup_lookup_decode": "speedup of prompt lookup",
     "tokens_per_s_plain": "plain, tokens/s",
     "tokens_per_s_speculative": "speculative, tokens/s",
     "tokens_per_target_forward": "tokens per target forward",
     "mean_accepted_length": "mean accepted length",
     "expected_acceptance": "expected acceptance",
     "draft_acceptance_rate": "draft acceptance rate",
+    "draft_acceptance_rate_trimmed": "acceptance rate, trimmed",
     "mean_draft_length": "mean draft length",
 }
 """Statistics of the tables, and how they are called there."""
+TRAINING_COLUMNS = ("step", "eval/expected_acceptance", "eval/greedy_agreement", "eval/loss")
+TRAINING_ROWS = 10
 
 
-def number(value: float | None, digits: int = 3) -> str:
-    """A number for a reader: `digits` significant ones, `-` where nothing was counted."""
-    if value is None:
+def number(value: Any, digits: int = 3) -> str:
+    """A number for a reader: `digits` significant ones, `-` where nothing was counted; text as it is."""
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return "-"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
-    if value == 0 or (isinstance(value, int) and abs(value) >= 10):
-        return f"{value:,}"
+    if value == 0 or isinstance(value, int):
+        return f"{value:,g}" if value == 0 else f"{value:,}"
     places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
     return f"{value:,.{places}f}"
 
@@ -45,6 +51,19 @@ def statistic(found: Mapping[str, Any]) -> str:
     if found["ci95"] is None or found["value"] is None:
         return text
     return f"{text} ({number(found['ci95'][0])} to {number(found['ci95'][1])})"
+
+
+def cell(value: Any) -> str:
+    """Any text inside a markdown table or line: one line, no HTML, no markup."""
+    text = " ".join(str(value).split()).replace("&", "&amp;").replace("<", "&lt;")
+    return re.sub(r"([\\`*_\[\]|#~])", r"\\\1", text)
+
+
+def fenced(text: str) -> str:
+    """A markdown code block; its fence is longer than any run of backticks in the text."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}text\n{text}\n{fence}"
 
 
 def markdown_page(report: Report) -> str:
@@ -59,14 +78,52 @@ def html_page(report: Report) -> str:
 
 
 def _context(report: Report) -> dict[str, Any]:
-    blocks = {"overall": report["overall"], **report["domains"]}
+    overall = report["overall"]
     return {
         "r": report,
-        "blocks": blocks,
-        "columns": COLUMNS,
-        "plain": report["overall"]["tokens_per_s_plain"]["value"],
+        "blocks": {"overall": overall, **report["domains"]},
+        "columns": {
+            key: title
+            for key, title in COLUMNS.items()
+            if key != "speedup_lookup_decode" or overall[key]["n"]
+        },
+        "policy": report["pair"].get("draft_length_policy") or number(report["settings"].get("draft_length")),
+        "examples": [{**example, "spans": _spans(example["pieces"])} for example in report["prompts"]],
+        "speeds": _speeds(report["baselines"]),
+        "training_columns": TRAINING_COLUMNS,
+        "training_rows": _training_rows(report["training"]),
         "settings": _flat({name: report[name] for name in ("pair", "settings", "environment")}),
     }
+
+
+def _speeds(baselines: Mapping[str, Any]) -> list[tuple[str, float, float | None]]:
+    """(who, tokens/s with the prefill, in times of our plain decoding) of the race against `generate`."""
+    hf = baselines["hf_generate"]
+    if hf is None:
+        return []
+    plain = hf.get("plain_tokens_per_s") or baselines["plain_tokens_per_s_end_to_end"]["value"]
+    named = {
+        "transformers generate": hf["tokens_per_s"],
+        "transformers generate, assisted by the draft": hf.get("assisted_tokens_per_s"),
+        "draftsmith, plain": plain,
+        "draftsmith, speculative": hf.get("speculative_tokens_per_s"),
+    }
+    return [
+        (name, speed, speed / plain if plain else None) for name, speed in named.items() if speed is not None
+    ]
+
+
+def _spans(pieces: Sequence[Mapping[str, Any]]) -> list[tuple[bool, str]]:
+    """(drafted, text) with neighbours of the same origin joined."""
+    groups = itertools.groupby((p for p in pieces if p["text"]), key=lambda piece: bool(piece["drafted"]))
+    return [(drafted, "".join(piece["text"] for piece in group)) for drafted, group in groups]
+
+
+def _training_rows(training: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The evaluations during training, thinned to about ten, the last one always among them."""
+    rows = [record for record in training if "eval/expected_acceptance" in record]
+    stride = max(1, math.ceil(len(rows) / TRAINING_ROWS))
+    return rows[::-1][::stride][::-1]
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -86,7 +143,11 @@ def _environment(*, escape: bool) -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader("eval"), autoescape=escape, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader("eval"),
+        autoescape=escape,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    environment.filters |= {"number": number, "statistic": statistic}
+    environment.filters |= {"number": number, "statistic": statistic, "cell": cell, "fenced": fenced}
     return environment

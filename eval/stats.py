@@ -6,6 +6,7 @@ denominators together: a cluster bootstrap, 2,000 resamples, percentile interval
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal, TypedDict
 
@@ -75,20 +76,24 @@ def _statistic(clusters: Sequence[Hashable], columns: np.ndarray[Any, Any], seed
 def _interval(sums: np.ndarray[Any, Any], seed: int) -> list[float] | None:
     if len(sums) < 2:
         return None
-    from scipy.stats import bootstrap
+    from scipy.stats import DegenerateDataWarning, bootstrap
 
-    result = bootstrap(
-        tuple(sums.T),
-        _ratio,
-        paired=True,
-        vectorized=True,
-        n_resamples=NUM_RESAMPLES,
-        batch=250,
-        method="percentile",
-        random_state=np.random.default_rng(seed),
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DegenerateDataWarning)  # resamples without a ratio are dealt with below
+        result = bootstrap(
+            tuple(sums.T),
+            _ratio,
+            paired=True,
+            vectorized=True,
+            n_resamples=NUM_RESAMPLES,
+            batch=250,
+            method="percentile",
+            random_state=np.random.default_rng(seed),
+        )
     # A resample may miss every prompt that has a denominator: it has no ratio and is left out.
     drawn = result.bootstrap_distribution[np.isfinite(result.bootstrap_distribution)]
+    if not len(drawn):
+        return None
     low, high = np.percentile(drawn, [2.5, 97.5])
     return [float(low), float(high)]
 

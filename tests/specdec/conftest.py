@@ -37,7 +37,9 @@ def as_language_model(model: Any, tokenizer: Any, **more: Any) -> LanguageModel:
     return LanguageModel(model=model, tokenizer=tokenizer, **{**facts, **more})
 
 
-def random_llama(seed: int, *, num_layers: int = 2, vocab_size: int = VOCAB, context: int = 512) -> LlamaForCausalLM:
+def random_llama(
+    seed: int, *, num_layers: int = 2, vocab_size: int = VOCAB, context: int = 512
+) -> LlamaForCausalLM:
     """Weights ten times wider than usual: peaked distributions, answers that depend on the whole prompt."""
     config = LlamaConfig(
         vocab_size=vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=num_layers,
@@ -58,6 +60,12 @@ def blurred(model: LlamaForCausalLM, noise: float, seed: int = 5) -> LlamaForCau
     return twin
 
 
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks as small to these vocabularies as the real ones are: draws cross them, and cost less."""
+    monkeypatch.setattr("specdec.sampling.BLOCK", 4)
+
+
 @pytest.fixture(scope="session")
 def target(tiny_tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
     return as_language_model(random_llama(0), tiny_tokenizer)
@@ -65,8 +73,7 @@ def target(tiny_tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
 
 @pytest.fixture(scope="session")
 def drafts(target: LanguageModel) -> dict[str, LanguageModel]:
-    """A draft that knows nothing, one that is the target, one that is right about half the time, one with a
-    short-listed head."""
+    """One that knows nothing, one that is the target, one right half the time, and that with a short head."""
     tokenizer, model = target.tokenizer, target.model
     near = blurred(model, 0.01)
     ids = torch.arange(0, VOCAB, 2)
@@ -95,6 +102,7 @@ def decode_all(
     *,
     draft: LanguageModel | str | None = None,
     length: int | str = 4,
+    threshold: float = 0.3,
     sampling: Sampling | None = None,
     max_new_tokens: int = 20,
     eos_ids: Sequence[int] = (),
@@ -114,13 +122,17 @@ def decode_all(
     traces: list[Trace] = []
     for start in range(0, len(requests), batch_size):
         batch = requests[start : start + batch_size]
-        policy, proposer = make_policy(length), None
+        policy, proposer = make_policy(length, threshold=threshold), None
         if draft == LOOKUP:
             proposer = PromptLookup(max_length=policy.max_length, device=target.device)
         elif isinstance(draft, LanguageModel):
             slots = slots_needed(batch, limits, policy.max_length)
             proposer = DraftModel(
-                draft, vocab_size=vocab_size or target.vocab_size, num_slots=slots, policy=policy, sampling=sampling
+                draft,
+                vocab_size=vocab_size or target.vocab_size,
+                num_slots=slots,
+                policy=policy,
+                sampling=sampling,
             )
         traces += run(target, batch, limits, sampling, proposer, vocab_size, **more)
     return traces
@@ -156,8 +168,10 @@ def llama() -> Callable[..., LlamaForCausalLM]:
 
 
 def g_test_p(outcomes: Tensor, probs: Tensor) -> float:
-    """p-value of the G-test that `outcomes` [N] (flat ids) follow `probs` (any shape, sums to 1). Cells with less
-    than five expected are pooled; an outcome the law forbids gives 0."""
+    """p-value of the G-test that `outcomes` [N] (flat ids) follow `probs` (any shape, sums to 1).
+
+    Cells with less than five expected are pooled; an outcome the law forbids gives 0.
+    """
     expected = probs.double().flatten().numpy() * len(outcomes)
     counts = torch.bincount(outcomes, minlength=len(expected)).double().numpy()
     if (counts[expected == 0] > 0).any():

@@ -60,7 +60,7 @@ def close(got: Tensor, want: Tensor) -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @torch.inference_mode()
 def test_ragged_rounds_equal_fresh_forwards(name: str) -> None:
-    """30 rounds of K+1 tokens with a random number kept, two drops of rows, past two views and many windows."""
+    """30 rounds of K+1 tokens, a random number kept, two drops of rows, past two views and many windows."""
     model, generator = build(ARCHITECTURES[name]), torch.Generator().manual_seed(1)
 
     def some(*shape: int) -> Tensor:
@@ -142,12 +142,18 @@ def test_head_gives_the_models_own_logits(name: str, language_model: Callable[..
     assert int((wide > 0).sum()) == 3
 
 
-@pytest.mark.parametrize("config", [
-    hf.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=2, n_positions=40),
-    hf.OPTConfig(**{**SMALL, "max_position_embeddings": 40}, ffn_dim=64, word_embed_proj_dim=32),
-], ids=["gpt2", "opt"])  # fmt: skip
+@pytest.mark.parametrize(
+    "config",
+    [
+        hf.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=2, n_positions=40),
+        hf.OPTConfig(**{**SMALL, "max_position_embeddings": 40}, ffn_dim=64, word_embed_proj_dim=32),
+    ],
+    ids=["gpt2", "opt"],
+)
 def test_learned_positions_end_with_the_context(
-    config: hf.PretrainedConfig, language_model: Callable[..., LanguageModel], decode: Callable[..., list[Trace]]
+    config: hf.PretrainedConfig,
+    language_model: Callable[..., LanguageModel],
+    decode: Callable[..., list[Trace]],
 ) -> None:
     """Rows at the end of their context, and finished ones, share rounds with rows that draft far on."""
     model = build(config)
@@ -156,14 +162,20 @@ def test_learned_positions_end_with_the_context(
     plain = decode(target, rows, max_new_tokens=30)
     assert [len(t.tokens) for t in plain] == [1, 10, 4, 30]
     for draft in (twin, "lookup"):
-        assert [t.tokens for t in decode(target, rows, draft=draft, max_new_tokens=30)] == [t.tokens for t in plain]
+        assert [t.tokens for t in decode(target, rows, draft=draft, max_new_tokens=30)] == [
+            t.tokens for t in plain
+        ]
 
 
-@pytest.mark.parametrize("config", [
-    hf.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2),
-    hf.FalconH1Config(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2),
-    hf.Llama4TextConfig(**SMALL, attention_chunk_size=8),
-], ids=["mamba", "hybrid", "chunked"])  # fmt: skip
+@pytest.mark.parametrize(
+    "config",
+    [
+        hf.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2),
+        hf.FalconH1Config(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2),
+        hf.Llama4TextConfig(**SMALL, attention_chunk_size=8),
+    ],
+    ids=["mamba", "hybrid", "chunked"],
+)
 def test_state_that_cannot_roll_back_is_refused(config: hf.PretrainedConfig) -> None:
     with torch.device("meta"):
         model = hf.AutoModelForCausalLM.from_config(config)

@@ -44,12 +44,15 @@ def tokens(traces: list[Trace]) -> list[list[int]]:
 # Plain decoding, against what it claims to be
 
 
-def test_plain_decoding_is_greedy_generate(target: LanguageModel, prompts: Prompts, plain: list[Trace]) -> None:
+def test_plain_decoding_is_greedy_generate(
+    target: LanguageModel, prompts: Prompts, plain: list[Trace]
+) -> None:
     for prompt, trace in zip(prompts, plain, strict=True):
         ids = torch.tensor([prompt])
         with torch.no_grad():
             answer = target.model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, eos_token_id=None,
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False,
+                eos_token_id=None,
                 pad_token_id=0,
             )  # fmt: skip
         assert trace.tokens == answer[0, len(prompt) :].tolist()
@@ -84,7 +87,9 @@ def test_observer_sees_the_logits_of_every_emitted_token(
     traces = decode(target, prompts[:8], eos_ids=common_ids, observer=observe)
     for index, trace in enumerate(traces):
         with torch.no_grad():
-            fresh = target.model(torch.tensor([prompts[index] + trace.tokens[:-1]]), use_cache=False).logits[0]
+            fresh = target.model(torch.tensor([prompts[index] + trace.tokens[:-1]]), use_cache=False).logits[
+                0
+            ]
         got = torch.stack(seen[index][: len(trace.tokens)])  # a finished row rides along until it is dropped
         torch.testing.assert_close(got, fresh[len(prompts[index]) - 1 :], atol=5e-5, rtol=0)
 
@@ -95,9 +100,14 @@ def test_observer_sees_the_logits_of_every_emitted_token(
 @pytest.mark.parametrize("length", [1, 4, "auto"])
 @pytest.mark.parametrize("name", EVERY_DRAFT)
 def test_lossless_in_a_batch_of_eight(
-    target: LanguageModel, drafts: dict[str, LanguageModel], prompts: Prompts, plain: list[Trace], decode: Decode,
-    name: str, length: int | str,
-) -> None:  # fmt: skip
+    target: LanguageModel,
+    drafts: dict[str, LanguageModel],
+    prompts: Prompts,
+    plain: list[Trace],
+    decode: Decode,
+    name: str,
+    length: int | str,
+) -> None:
     traces = decode(target, prompts, draft=pick(drafts, name), length=length)
     assert tokens(traces) == tokens(plain)
     assert sum(sum(trace.num_drafts) for trace in traces) > 100  # it did speculate
@@ -105,21 +115,29 @@ def test_lossless_in_a_batch_of_eight(
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize(
-    ("name", "length"), [("random", 1), ("self", 4), ("near", 4), ("near", "auto"), ("short", 4), ("lookup", 4)]
+    ("name", "length"),
+    [("random", 1), ("self", 4), ("near", 4), ("near", "auto"), ("short", 4), ("lookup", 4)],
 )
 def test_lossless_in_small_batches(
-    target: LanguageModel, drafts: dict[str, LanguageModel], prompts: Prompts, plain: list[Trace], decode: Decode,
-    batch_size: int, name: str, length: int | str,
-) -> None:  # fmt: skip
-    traces = decode(target, prompts, draft=pick(drafts, name), length=length, batch_size=batch_size)
-    assert tokens(traces) == tokens(plain)
+    target: LanguageModel,
+    drafts: dict[str, LanguageModel],
+    prompts: Prompts,
+    plain: list[Trace],
+    decode: Decode,
+    batch_size: int,
+    name: str,
+    length: int | str,
+) -> None:
+    model = pick(drafts, name)
+    traces = decode(target, prompts, draft=model, length=length, batch_size=batch_size, max_new_tokens=12)
+    assert tokens(traces) == [trace.tokens[:12] for trace in plain]
 
 
 def test_the_drafts_cover_the_range_of_acceptance(
     target: LanguageModel, drafts: dict[str, LanguageModel], prompts: Prompts, decode: Decode
 ) -> None:
     """Otherwise the tests above would say little: rejection, acceptance, and both in one batch."""
-    rate = {name: acceptance(decode(target, prompts, draft=pick(drafts, name))) for name in EVERY_DRAFT}
+    rate = {name: acceptance(decode(target, prompts[:20], draft=pick(drafts, name))) for name in EVERY_DRAFT}
     assert rate["random"] < 0.05 < rate["lookup"]
     assert 0.3 < rate["near"] < 0.9
     assert 0.05 < rate["short"] < rate["near"]
@@ -127,7 +145,11 @@ def test_the_drafts_cover_the_range_of_acceptance(
 
 
 def test_no_draft_is_plain_decoding(
-    target: LanguageModel, drafts: dict[str, LanguageModel], prompts: Prompts, plain: list[Trace], decode: Decode
+    target: LanguageModel,
+    drafts: dict[str, LanguageModel],
+    prompts: Prompts,
+    plain: list[Trace],
+    decode: Decode,
 ) -> None:
     traces = decode(target, prompts[:8], draft=drafts["near"], length=0)
     assert tokens(traces) == tokens(plain[:8])
@@ -140,9 +162,15 @@ def test_no_draft_is_plain_decoding(
 @pytest.mark.parametrize("length", [1, 4, "auto"])
 @pytest.mark.parametrize("name", ["self", "near", "lookup"])
 def test_eos_inside_drafts(
-    target: LanguageModel, drafts: dict[str, LanguageModel], prompts: Prompts, plain: list[Trace], decode: Decode,
-    common_ids: list[int], name: str, length: int | str,
-) -> None:  # fmt: skip
+    target: LanguageModel,
+    drafts: dict[str, LanguageModel],
+    prompts: Prompts,
+    plain: list[Trace],
+    decode: Decode,
+    common_ids: list[int],
+    name: str,
+    length: int | str,
+) -> None:
     ended = decode(target, prompts, eos_ids=common_ids)
     traces = decode(target, prompts, draft=pick(drafts, name), length=length, eos_ids=common_ids)
     assert tokens(traces) == tokens(ended)
@@ -151,15 +179,22 @@ def test_eos_inside_drafts(
         assert trace.finish == ("length" if first is None else "eos")
         assert trace.tokens == (full.tokens if first is None else full.tokens[: first + 1])
     if name == "self" and length == 4:  # the test is about trimming: it must have happened
-        assert sum(trace.num_emitted[-1] < trace.num_accepted[-1] for trace in traces if trace.num_emitted) > 5
+        assert (
+            sum(trace.num_emitted[-1] < trace.num_accepted[-1] for trace in traces if trace.num_emitted) > 5
+        )
 
 
-@pytest.mark.parametrize("limit", range(1, 9))
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("name", ["self", "near", "lookup"])
 def test_max_new_tokens_is_never_overshot(
-    target: LanguageModel, drafts: dict[str, LanguageModel], prompts: Prompts, plain: list[Trace], decode: Decode,
-    name: str, limit: int,
-) -> None:  # fmt: skip
+    target: LanguageModel,
+    drafts: dict[str, LanguageModel],
+    prompts: Prompts,
+    plain: list[Trace],
+    decode: Decode,
+    name: str,
+    limit: int,
+) -> None:
     streamed: dict[int, list[int]] = {}
 
     def stream(index: int, new: list[int], num_accepted: int) -> None:
@@ -178,26 +213,31 @@ def test_max_new_tokens_is_never_overshot(
 
 
 def test_the_context_ends_an_answer(
-    language_model: Callable[..., LanguageModel], target: LanguageModel, drafts: dict[str, LanguageModel],
+    language_model: Callable[..., LanguageModel],
+    target: LanguageModel,
+    drafts: dict[str, LanguageModel],
     decode: Decode,
-) -> None:  # fmt: skip
+) -> None:
     """Rows of different room in one batch: each fills its context exactly, none looks past it."""
     small = language_model(target.model, target.tokenizer, context_length=40)
     rows = [list(range(3, 3 + n)) for n in (39, 30, 36, 5)]
+    roomy = decode(target, rows, max_new_tokens=30)
     for draft in (None, drafts["self"], drafts["near"], "lookup"):
         traces = decode(small, rows, draft=draft, max_new_tokens=30)
         assert [len(t.tokens) for t in traces] == [1, 10, 4, 30]
         assert all(t.finish == "length" for t in traces)
-    assert tokens(traces) == tokens(decode(target, rows, max_new_tokens=30))[:0] + [
-        t.tokens[:n] for t, n in zip(decode(target, rows, max_new_tokens=30), (1, 10, 4, 30), strict=True)
-    ]
+        assert tokens(traces) == [t.tokens[: len(s.tokens)] for t, s in zip(roomy, traces, strict=True)]
 
 
 @pytest.mark.parametrize("draft", [None, "self", "near"])
 def test_stop_string_inside_a_draft(
-    target: LanguageModel, drafts: dict[str, LanguageModel], prompts: Prompts, plain: list[Trace], decode: Decode,
+    target: LanguageModel,
+    drafts: dict[str, LanguageModel],
+    prompts: Prompts,
+    plain: list[Trace],
+    decode: Decode,
     draft: str | None,
-) -> None:  # fmt: skip
+) -> None:
     """The token that completes the string is the last; a string may span tokens, and EOS before it wins."""
     full = plain[2].tokens
     spell = target.tokenizer.decode
@@ -229,7 +269,11 @@ def test_a_long_stop_string_is_found(target: LanguageModel, prompts: Prompts, de
 
 
 def test_trace_counts_raw_and_trimmed(
-    target: LanguageModel, drafts: dict[str, LanguageModel], prompts: Prompts, decode: Decode, common_ids: list[int]
+    target: LanguageModel,
+    drafts: dict[str, LanguageModel],
+    prompts: Prompts,
+    decode: Decode,
+    common_ids: list[int],
 ) -> None:
     traces = decode(target, prompts, draft=drafts["near"], eos_ids=common_ids)
     for trace in traces:
@@ -245,7 +289,8 @@ def test_trace_counts_raw_and_trimmed(
 
 
 @pytest.mark.parametrize(
-    "broken", [{"num_emitted": [3, 1]}, {"num_accepted": [3, 0]}, {"num_emitted": [4, 0]}, {"num_drafts": [2]}]
+    "broken",
+    [{"num_emitted": [3, 1]}, {"num_accepted": [3, 0]}, {"num_emitted": [4, 0]}, {"num_drafts": [2]}],
 )
 def test_trace_check_notices(broken: dict[str, list[int]]) -> None:
     good = {"num_drafts": [2, 2], "num_accepted": [2, 0], "num_emitted": [3, 1]}
@@ -261,7 +306,11 @@ def test_trace_check_notices(broken: dict[str, list[int]]) -> None:
 
 @pytest.mark.parametrize("sampling", [Sampling(), WARM])
 def test_a_draft_that_is_the_target_is_always_accepted(
-    target: LanguageModel, drafts: dict[str, LanguageModel], prompts: Prompts, decode: Decode, sampling: Sampling
+    target: LanguageModel,
+    drafts: dict[str, LanguageModel],
+    prompts: Prompts,
+    decode: Decode,
+    sampling: Sampling,
 ) -> None:
     """A hole in the draft's cache leaves the output right and lets acceptance decay with length."""
     for length in (1, 2, 5):
@@ -277,14 +326,22 @@ def test_a_draft_that_is_the_target_is_always_accepted(
 
 
 @pytest.mark.parametrize("sampling", [WARM, Sampling(temperature=1.0, top_k=9, top_p=0.9, min_p=0.02)])
-@pytest.mark.parametrize("draft", [None, "near", "short", "lookup"])
-@pytest.mark.parametrize("length", [4, "auto"])
+@pytest.mark.parametrize(
+    ("draft", "length"), [(None, 0), ("near", 4), ("near", "auto"), ("short", "auto"), ("lookup", 4)]
+)
 def test_a_row_does_not_know_its_batch_mates(
-    target: LanguageModel, drafts: dict[str, LanguageModel], prompts: Prompts, decode: Decode, common_ids: list[int],
-    draft: str | None, length: int | str, sampling: Sampling,
-) -> None:  # fmt: skip
+    target: LanguageModel,
+    drafts: dict[str, LanguageModel],
+    prompts: Prompts,
+    decode: Decode,
+    common_ids: list[int],
+    draft: str | None,
+    length: int | str,
+    sampling: Sampling,
+) -> None:
     more = {
-        "draft": draft and pick(drafts, draft), "length": length, "sampling": sampling, "eos_ids": common_ids[:1],
+        "draft": draft and pick(drafts, draft), "length": length, "sampling": sampling,
+        "eos_ids": common_ids[:1],
     }  # fmt: skip
     rows, seeds = prompts[:5], [7, 7, 2**40 + 1, 0, 12345]
     alone = decode(target, rows, batch_size=1, seeds=seeds, **more)
@@ -315,9 +372,14 @@ def test_seeds_make_different_answers(target: LanguageModel, prompts: Prompts, d
      ("short", "auto"), ("lookup", 3)],
 )  # fmt: skip
 def test_law_of_the_first_three_tokens(
-    target: LanguageModel, drafts: dict[str, LanguageModel], decode: Decode, g_test: Callable[[Tensor, Tensor], float],
-    law: tuple[list[int], Sampling, Tensor], name: str | None, length: int | str,
-) -> None:  # fmt: skip
+    target: LanguageModel,
+    drafts: dict[str, LanguageModel],
+    decode: Decode,
+    g_test: Callable[[Tensor, Tensor], float],
+    law: tuple[list[int], Sampling, Tensor],
+    name: str | None,
+    length: int | str,
+) -> None:
     prompt, sampling, joint = law
     num_rows, vocab = 6000, target.vocab_size
     traces = decode(
@@ -337,7 +399,12 @@ def test_law_of_the_first_three_tokens(
 
 @pytest.mark.parametrize(
     ("prompts", "limit", "words"),
-    [([], 5, "nothing to decode"), ([[]], 5, "prompt 0"), ([[1], [1] * 512], 5, "prompt 1"), ([[1]], 0, "max_new")],
+    [
+        ([], 5, "nothing to decode"),
+        ([[]], 5, "prompt 0"),
+        ([[1], [1] * 512], 5, "prompt 1"),
+        ([[1]], 0, "max_new"),
+    ],
 )
 def test_what_cannot_be_decoded_is_refused(
     target: LanguageModel, prompts: Prompts, limit: int, words: str
@@ -351,6 +418,8 @@ def test_what_cannot_be_decoded_is_refused(
         Decoder(target, requests, limits=limits, sampling=Sampling())
 
 
-def test_one_token_prompts_decode(target: LanguageModel, drafts: dict[str, LanguageModel], decode: Decode) -> None:
+def test_one_token_prompts_decode(
+    target: LanguageModel, drafts: dict[str, LanguageModel], decode: Decode
+) -> None:
     rows = [[5], [6], [9]]
     assert tokens(decode(target, rows, draft=drafts["near"])) == tokens(decode(target, rows))

@@ -45,7 +45,10 @@ def swapped(p: Tensor, proposal: Proposal, u_accept: Tensor, u_next: Tensor) -> 
     mirrored = torch.cat([proposal.probs, p[:, -1:]], dim=1)
     accepted, _ = token_rule(mirrored, replace(proposal, probs=p[:, :-1]), u_accept, u_next)
     rest = next_token(p, proposal, accepted, u_next)
-    allowed = p[torch.arange(len(p)), accepted].gather(1, rest.clamp(max=p.shape[-1] - 1).unsqueeze(1)).squeeze(1) > 0
+    allowed = (
+        p[torch.arange(len(p)), accepted].gather(1, rest.clamp(max=p.shape[-1] - 1).unsqueeze(1)).squeeze(1)
+        > 0
+    )
     return accepted, torch.where(allowed, rest, p[torch.arange(len(p)), accepted].argmax(dim=-1))
 
 
@@ -86,7 +89,7 @@ def rebuilt(p: Tensor, proposal: Proposal, u_accept: Tensor, u_next: Tensor) -> 
 
 
 def sixteenths(seed: int, one_hot: bool, vocab: int = 5) -> tuple[Tensor, Tensor]:
-    """p and q [V] in sixteenths: q and the mass of the residual are powers of two, so its thresholds are too."""
+    """p and q [V] in sixteenths: q and the residual's mass are powers of two, so the thresholds are too."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         q = torch.tensor([8, 4, 2, 1, 1])[torch.randperm(vocab, generator=generator)]
@@ -157,8 +160,10 @@ def test_enumeration_notices_a_greedy_draft_with_a_soft_q() -> None:
 # G-test of the rule on 200,000 rows
 
 
-def two_tokens(rule: Rule, p: Tensor, q: Tensor, *, shown: Tensor | None = None, rows: int = 200_000) -> Tensor:
-    """The first two tokens [rows] (as one id) of a Markov chain p [V, V] behind token 0, drafted from q at K = 3.
+def two_tokens(
+    rule: Rule, p: Tensor, q: Tensor, *, shown: Tensor | None = None, rows: int = 200_000
+) -> Tensor:
+    """The first two tokens [rows], as one id, of a Markov chain p [V, V] behind token 0; K = 3 drafts from q.
 
     The verifier is told `shown` (the very q where None). Rounds follow each other until two tokens are out.
     """
@@ -174,12 +179,16 @@ def two_tokens(rule: Rule, p: Tensor, q: Tensor, *, shown: Tensor | None = None,
             drafts.append(previous)
         p_rows.append(p[previous])
         tokens = torch.stack(drafts, dim=1)
-        proposal = Proposal(tokens=tokens, num_drafts=torch.full_like(seeds, 3), probs=torch.stack(q_rows, dim=1))
+        proposal = Proposal(
+            tokens=tokens, num_drafts=torch.full_like(seeds, 3), probs=torch.stack(q_rows, dim=1)
+        )
         positions = at + torch.arange(4)
         u_accept = uniform(seeds.unsqueeze(1), positions[:3], Purpose.ACCEPT)
         u_next = uniform(seeds.unsqueeze(1), positions, Purpose.NEXT)
         accepted, token = rule(torch.stack(p_rows, dim=1), proposal, u_accept, u_next)
-        emitted = torch.cat([tokens, token.unsqueeze(1)], dim=1).scatter(1, accepted.unsqueeze(1), token.unsqueeze(1))
+        emitted = torch.cat([tokens, token.unsqueeze(1)], dim=1).scatter(
+            1, accepted.unsqueeze(1), token.unsqueeze(1)
+        )
         return emitted[:, 0], emitted[:, 1], accepted
 
     for seeds in torch.arange(rows).split(4000):
@@ -208,11 +217,18 @@ def test_g_test_notices(g_test: GTest, rule: Rule) -> None:
     assert g_test(two_tokens(rule, p, q, rows=60_000), law) < WRONG
 
 
-@pytest.mark.parametrize("drawn", [
-    Sampling(temperature=0.8), Sampling(temperature=1.0, top_p=0.9), Sampling(temperature=1.0, top_k=5), Sampling(),
-], ids=["temperature", "top-p", "top-k", "greedy"])  # fmt: skip
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        Sampling(temperature=0.8),
+        Sampling(temperature=1.0, top_p=0.9),
+        Sampling(temperature=1.0, top_k=5),
+        Sampling(),
+    ],
+    ids=["temperature", "top-p", "top-k", "greedy"],
+)
 def test_g_test_notices_a_q_that_was_not_drawn_from(g_test: GTest, drawn: Sampling) -> None:
-    """A warp on one side, q off by a temperature, a greedy draft with a soft q; told the truth, all are exact."""
+    """A warp on one side, q off by a temperature, a greedy draft, a soft q; told the truth, all are exact."""
     p, q, law = chain()
     warped = warp(q.log(), drawn)
     assert g_test(two_tokens(token_rule, p, warped, shown=q, rows=60_000), law) < WRONG
@@ -264,34 +280,50 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
 
 
 def decoded_p_value(
-    target: LanguageModel, draft: LanguageModel, decode: Callable[..., list[Trace]], g_test: GTest,
+    target: LanguageModel,
+    draft: LanguageModel,
+    decode: Callable[..., list[Trace]],
+    g_test: GTest,
     law: tuple[list[int], Sampling, Tensor],
-) -> float:  # fmt: skip
+) -> float:
     prompt, sampling, joint = law
     vocab, rows = target.vocab_size, 6000
-    traces = decode(target, [prompt] * rows, draft=draft, length=3, sampling=sampling, max_new_tokens=5, batch_size=rows)
+    traces = decode(
+        target, [prompt] * rows, draft=draft, length=3, sampling=sampling, max_new_tokens=5, batch_size=rows
+    )
     first, second, third = torch.tensor([t.tokens[:3] for t in traces]).T
     return g_test((first * vocab + second) * vocab + third, joint)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_decoders_law_notices(
-    target: LanguageModel, drafts: dict[str, LanguageModel], decode: Callable[..., list[Trace]], g_test: GTest,
-    law: tuple[list[int], Sampling, Tensor], monkeypatch: pytest.MonkeyPatch, fault: str,
-) -> None:  # fmt: skip
+    target: LanguageModel,
+    drafts: dict[str, LanguageModel],
+    decode: Callable[..., list[Trace]],
+    g_test: GTest,
+    law: tuple[list[int], Sampling, Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+) -> None:
     owner, name, value = FAULTS[fault]
     if name:
         monkeypatch.setattr(owner, name, value)
     else:
         monkeypatch.setattr(owner, value)
-    draft = drafts["random" if owner == "specdec.decoder.token_rule" else "near"]  # many rejections, or many drafts
+    draft = drafts[
+        "random" if owner == "specdec.decoder.token_rule" else "near"
+    ]  # many rejections, or many drafts
     assert decoded_p_value(target, draft, decode, g_test, law) < WRONG
 
 
 def test_a_greedy_draft_judged_as_one_hot_keeps_the_law(
-    target: LanguageModel, drafts: dict[str, LanguageModel], decode: Callable[..., list[Trace]], g_test: GTest,
-    law: tuple[list[int], Sampling, Tensor], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    target: LanguageModel,
+    drafts: dict[str, LanguageModel],
+    decode: Callable[..., list[Trace]],
+    g_test: GTest,
+    law: tuple[list[int], Sampling, Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The fault above is the soft q, not the greedy draft; and the patching itself breaks nothing."""
     monkeypatch.setattr(DraftModel, "_pick", one_hot_pick)
     assert decoded_p_value(target, drafts["near"], decode, g_test, law) > RIGHT

@@ -20,6 +20,11 @@ from specdec.errors import UserError
 from specdec.sampling import BLOCK, Purpose, Sampling, draw, uniform, warp
 
 
+@pytest.fixture(autouse=True)
+def small_blocks() -> None:
+    """Here the blocks keep their real size."""
+
+
 def reference(logits: Tensor, sampling: Sampling) -> Tensor:
     chain = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
     if sampling.top_k:
@@ -60,10 +65,18 @@ def test_zero_temperature_is_the_one_hot_of_the_argmax() -> None:
     assert Sampling().greedy and not Sampling(temperature=1e-3).greedy
 
 
-@pytest.mark.parametrize("bad", [
-    {"temperature": -0.1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": -0.1},
-    {"min_p": 1.5},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": -0.1},
+        {"min_p": 1.5},
+    ],
+)
 def test_settings_out_of_range_are_refused(bad: dict[str, float]) -> None:
     (name,) = bad
     with pytest.raises(UserError, match=f"^{name} is out of range: got .*; expected ") as error:
@@ -76,7 +89,7 @@ def test_settings_out_of_range_are_refused(bad: dict[str, float]) -> None:
 
 @pytest.mark.parametrize("width", [1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7])
 def test_draw_never_takes_a_weight_of_zero(width: int) -> None:
-    """Half of the weights are zero, whole blocks and both ends among them; numbers at and next to the edges."""
+    """Half of the weights are zero, whole blocks and both ends among them; numbers at and near the edges."""
     generator = torch.Generator().manual_seed(width)
     weights = torch.rand(2000, width, generator=generator)
     weights[torch.rand(2000, width, generator=generator) < 0.5] = 0
@@ -85,10 +98,19 @@ def test_draw_never_takes_a_weight_of_zero(width: int) -> None:
         weights[1000:, 2 * BLOCK :] = 0
     weights[torch.arange(2000), torch.randint(0, width, (2000,), generator=generator)] += 1e-4
     u = torch.rand(2000, dtype=torch.float64, generator=generator)
-    for numbers in (u, torch.zeros_like(u), torch.full_like(u, 1 - 2.0**-53), u.float().double(), (8 * u).floor() / 8):
+    for numbers in (
+        u,
+        torch.zeros_like(u),
+        torch.full_like(u, 1 - 2.0**-53),
+        u.float().double(),
+        (8 * u).floor() / 8,
+    ):
         ids = draw(weights, numbers)
         assert bool((weights.gather(1, ids.unsqueeze(1)) > 0).all())
-    first, last = (weights > 0).long().argmax(dim=-1), width - 1 - (weights > 0).long().flip(-1).argmax(dim=-1)
+    first, last = (
+        (weights > 0).long().argmax(dim=-1),
+        width - 1 - (weights > 0).long().flip(-1).argmax(dim=-1),
+    )
     assert torch.equal(draw(weights, torch.zeros_like(u)), first)
     assert torch.equal(draw(weights, torch.full_like(u, 1 - 2.0**-53)), last)
 
@@ -123,11 +145,11 @@ def test_draw_takes_leading_dimensions() -> None:
 @pytest.mark.parametrize("purpose", list(Purpose))
 @pytest.mark.parametrize("along", ["positions", "seeds", "far seeds"])
 def test_uniform_is_uniform(purpose: Purpose, along: str) -> None:
-    """Along the positions of one seed (0, the default), and over neighbouring and 64-bit seeds at one position."""
+    """Along the positions of seed 0, the default, and over neighbouring and 64-bit seeds at one position."""
     many, one = torch.arange(200_000), torch.tensor(0)
     seeds, positions = {"positions": (one, many), "seeds": (many, one), "far seeds": (many << 40, one)}[along]
     u = uniform(seeds, positions, purpose)
-    assert u.dtype == torch.float64 and 0 <= float(u.min()) and float(u.max()) < 1
+    assert u.dtype == torch.float64 and float(u.min()) >= 0 and float(u.max()) < 1
     assert kstest(u.numpy(), "uniform").pvalue > 1e-3
     low = (u * 2**20) % 1  # the bits behind the first twenty
     assert kstest(low.numpy(), "uniform").pvalue > 1e-3
@@ -135,7 +157,7 @@ def test_uniform_is_uniform(purpose: Purpose, along: str) -> None:
 
 
 def test_streams_are_uncorrelated() -> None:
-    """Other purpose, next seed, next position, seed and position exchanged: no pair of streams moves together."""
+    """Other purpose, next seed, next position, both exchanged: no pair of streams moves together."""
     seeds, positions = torch.arange(400).unsqueeze(1), torch.arange(500).unsqueeze(0)
     streams = [uniform(seeds, positions, purpose).flatten() for purpose in Purpose]
     streams.append(uniform(seeds + 1000, positions, Purpose.DRAFT).flatten())
@@ -163,6 +185,12 @@ def test_pairs_of_streams_are_jointly_uniform(g_test: Callable[[Tensor, Tensor],
     seeds, positions = torch.arange(200).unsqueeze(1), torch.arange(1000).unsqueeze(0)
     flat = torch.full((16, 16), 1 / 256)
     draft, accept, after = (uniform(seeds, positions, purpose) for purpose in Purpose)
-    pairs = [(draft, accept), (accept, after), (draft, after), (draft[:, :-1], draft[:, 1:]), (draft[:-1], draft[1:])]
+    pairs = [
+        (draft, accept),
+        (accept, after),
+        (draft, after),
+        (draft[:, :-1], draft[:, 1:]),
+        (draft[:-1], draft[1:]),
+    ]
     for a, b in pairs:
         assert g_test(((16 * a).long() * 16 + (16 * b).long()).flatten(), flat) > 1e-3

@@ -32,7 +32,9 @@ def p_value(verifier: Any, *, shown: Any = None, q: Tensor | None = None) -> flo
 
 def test_shapes() -> None:
     p = torch.full((2, 4, 5), 0.2)
-    proposal = Proposal(tokens=torch.zeros(2, 3, dtype=torch.long), num_drafts=torch.tensor([3, 0]), probs=p[:, :3])
+    proposal = Proposal(
+        tokens=torch.zeros(2, 3, dtype=torch.long), num_drafts=torch.tensor([3, 0]), probs=p[:, :3]
+    )
     accepted, following = token_rule(p, proposal, torch.full((2, 3), 0.5), torch.full((2, 4), 0.5))
     assert accepted.shape == following.shape == (2,) and accepted.tolist() == [3, 0]
 
@@ -75,9 +77,14 @@ def test_one_hot_proposals_keep_the_law() -> None:
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
     rows = ROWS
     generator = torch.Generator().manual_seed(3)
-    proposal = Proposal(tokens=torch.full((rows, 1), 1), num_drafts=torch.ones(rows, dtype=torch.long), probs=None)
+    proposal = Proposal(
+        tokens=torch.full((rows, 1), 1), num_drafts=torch.ones(rows, dtype=torch.long), probs=None
+    )
     accepted, following = token_rule(
-        p.expand(rows, 2, 4), proposal, torch.rand(rows, 1, generator=generator), torch.rand(rows, 2, generator=generator)
+        p.expand(rows, 2, 4),
+        proposal,
+        torch.rand(rows, 1, generator=generator),
+        torch.rand(rows, 2, generator=generator),
     )
     emitted = torch.where(accepted == 1, torch.ones_like(following), following)
     assert laws.g_test(torch.bincount(emitted, minlength=4), p) > 1e-3
