@@ -113,7 +113,9 @@ def test_turns_of_a_prompt_are_one_prompt(make: Any) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_laws_of_random_runs(make: Any, seed: int) -> None:
     rng = random.Random(seed)
-    run = make.random_run(rng, num_tokens=rng.randint(2, 80), chance=rng.random(), max_drafts=rng.randint(1, 6))
+    run = make.random_run(
+        rng, num_tokens=rng.randint(2, 80), chance=rng.random(), max_drafts=rng.randint(1, 6)
+    )
     rounds = metrics.rounds(run)
     assert metrics.tokens_per_target_forward(run)[0] == len(run["tokens"]) - 1
     positions = [metrics.acceptance_at_position(run, k) for k in range(1, metrics.longest_draft([run]) + 1)]

@@ -1,196 +1,228 @@
-"""From records to numbers: right values by hand, and a report that survives whatever a prompt holds."""
+"""The report as a whole: verdict, temperatures, examples, strict JSON."""
 
 from __future__ import annotations
 
+import copy
 import json
-import re
-from html.parser import HTMLParser
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from eval.numbers import definitions
 from eval.report import build_report, write_report
 from specdec.errors import UserError
 
-COST = {
-    "c": 0.1, "v": {"1": 1.0, "2": 1.05, "3": 1.1}, "h": 0.02, "draft_length": 2, "best_draft_length": 2,
-    "break_even_acceptance": 0.2, "predicted_speedup": 1.3, "plain_step_ms": 50.0, "draft_step_ms": 5.0,
+KEYS = {
+    "schema_version", "verdict", "sentence", "pair", "settings", "environment", "overall", "domains", "temperature",
+    "temperatures", "baselines", "cost", "lossless", "crosswalk", "definitions", "training", "histogram", "prompts",
 }  # fmt: skip
-PAIR = {
-    "target": "t", "draft": "d", "target_parameters": 135_000_000, "draft_parameters": 35_000_000,
-    "draft_length_policy": "Fixed(max_length=2)",
-}  # fmt: skip
-SETTINGS = {"batch_size": 1, "seed": 0}
 
 
-def run(drafts: list[int], accepted: list[int], emitted: list[int], decode_s: float) -> dict[str, Any]:
-    tokens = list(range(1 + sum(emitted)))
-    return {
-        "tokens": tokens, "text": "x" * len(tokens), "pieces": ["x"] * len(tokens), "finish": "length",
-        "prefill_s": 1.0, "decode_s": decode_s, "draft_s": 0.2 * decode_s, "verify_s": 0.7 * decode_s,
-        "host_s": 0.1 * decode_s, "num_drafts": drafts, "num_accepted": accepted, "num_emitted": emitted,
-    }  # fmt: skip
-
-
-def plain(tokens: int, decode_s: float) -> dict[str, Any]:
-    zeros = [0] * (tokens - 1)
-    return run(zeros, zeros, [1] * (tokens - 1), decode_s)
-
-
-def record(name: str, spec: dict[str, Any], seconds: float, **more: Any) -> dict[str, Any]:
-    return {
-        "prompt_id": name, "turn": 0, "domain": "code", "temperature": 0.0, "prompt_tokens": 5, "prompt": "p",
-        "draft_length": 2, "plain": plain(len(spec["tokens"]), seconds), "speculative": spec, "lookup": None,
-        "expected": {"sum": 3.0, "n": 6}, **more,
-    }  # fmt: skip
-
-
-def two_prompts() -> list[dict[str, Any]]:
-    """a: three rounds, of which the last is trimmed; b: two rounds, one of them without drafts."""
-    a = run([2, 2, 2], [2, 0, 2], [3, 1, 2], 3.0)  # 6 tokens behind the prefill's
-    b = run([2, 0], [1, 0], [2, 1], 2.0)
-    return [record("a", a, 6.0), record("b", b, 3.0, domain="prose", expected={"sum": 1.0, "n": 4})]
-
-
-def build(records: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    given: dict[str, Any] = {
-        "pair": PAIR, "settings": SETTINGS, "environment": {}, "cost": COST, "lossless": None, "training": [],
-        "hf_baseline": None, **more,
-    }  # fmt: skip
-    return build_report(records, **given)
-
-
-def test_numbers_by_hand() -> None:
-    overall = build(two_prompts())["overall"]
-    value = {k: v["value"] for k, v in overall.items() if isinstance(v, dict)}
-    assert value["expected_acceptance"] == pytest.approx(4 / 10)
-    assert value["draft_acceptance_rate"] == pytest.approx(5 / 8)
-    # In a's last round the second draft lies behind the end: 1 of 1 judged.
-    assert value["draft_acceptance_rate_trimmed"] == pytest.approx((2 + 0 + 2 + 1) / (2 + 2 + 2 + 2))
-    assert value["mean_accepted_length"] == pytest.approx(1 + 5 / 4)
-    assert value["mean_accepted_length_macro"] == pytest.approx(((1 + 4 / 3) + 2) / 2)
-    assert value["tokens_per_target_forward"] == pytest.approx(9 / 5)
-    assert value["mean_draft_length"] == pytest.approx(8 / 5)
-    assert value["tokens_per_s_speculative"] == pytest.approx(9 / 5)
-    assert value["tokens_per_s_plain"] == pytest.approx(9 / 9)
-    assert value["speedup_decode"] == pytest.approx(9 / 5)
-    assert value["speedup_end_to_end"] == pytest.approx((11 / 7) / (11 / 11))
-    assert [s["value"] for s in overall["acceptance_by_position"]] == pytest.approx([3 / 4, 2 / 3])
-    assert overall["speedup_decode"]["n"] == overall["prompts"] == 2
-
-
-def test_crosswalk_by_hand() -> None:
-    rows = {(r["tool"], r["number"]): r["value"] for r in build(two_prompts())["crosswalk"]}
-    assert rows["vLLM", "Mean acceptance length"] == pytest.approx(1 + 5 / 4)
-    assert rows["vLLM", "Per-position acceptance rate"] == pytest.approx([3 / 4, 2 / 4])  # joint, not conditional
-    assert rows["gpt-fast", "Mean Accepted"] == pytest.approx(5 / 4)  # the bonus token is left out
-    assert rows["SGLang", "accept length"] == pytest.approx(11 / 5)  # the prefill's token is counted
-    assert rows["Spec-Bench", "Speedup ratio"] == pytest.approx(
-        ((7 / 4 + 4 / 3) / 2) / ((7 / 7 + 4 / 4) / 2)
+def strict(path: Path) -> Any:
+    """JSON that any parser reads: no NaN, no infinity."""
+    return json.loads(
+        path.read_text(encoding="utf-8"), parse_constant=lambda name: pytest.fail(f"{name} in JSON")
     )
 
 
+def statistics(block: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """All statistics of a block by name, those by position flattened."""
+    found = {}
+    for name, value in block.items():
+        if isinstance(value, dict):
+            found[name] = value
+        elif isinstance(value, list):
+            found |= {f"{name}[{k}]": item for k, item in enumerate(value)}
+    return found
+
+
+def test_the_schema(make: Any, tmp_path: Path) -> None:
+    report = make.report(make.many(temperatures=(0.0, 0.7)), training=make.training(), lossless=make.lossless)
+    write_report(report, tmp_path)
+    assert strict(tmp_path / "report.json") == report
+    assert set(report) == KEYS and report["schema_version"] == 1
+    assert set(report["domains"]) == {"code", "factual", "prose", "structured"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "report.json", "report.md"]
+    for block in (report["overall"], *report["domains"].values(), *report["temperatures"].values()):
+        for name, found in statistics(block).items():
+            assert set(found) == {"value", "ci95", "n"}, name
+            assert (
+                found["value"] is None
+                or found["ci95"] is None
+                or (found["ci95"][0] <= found["value"] + 1e-9 and found["value"] <= found["ci95"][1] + 1e-9)
+            ), name
+
+
+def test_a_statistic_has_one_definition(make: Any) -> None:
+    """Every number of a block is defined, by the words of the function that it comes from."""
+    from eval import metrics
+
+    report = make.report(make.two_prompts())
+    named = {name.partition("[")[0] for name in statistics(report["overall"])}
+    assert named <= set(report["definitions"])
+    assert all(len(text) > 20 and "\n" not in text for text in report["definitions"].values())
+    doc = metrics.tokens_per_target_forward.__doc__
+    assert doc is not None and report["definitions"]["tokens_per_target_forward"] == doc
+    assert report["definitions"] == definitions()
+
+
 @pytest.mark.parametrize(
-    ("speed", "verdict"), [(0.5, "pays"), (2.0, "does not pay"), (None, "within noise")]
+    ("factors", "verdict"),
+    [((0.5, 0.6), "pays"), ((2.0, 1.8), "does not pay"), ((0.6, 1.6), "within noise")],
 )
-def test_the_verdict_comes_from_the_interval(speed: float | None, verdict: str) -> None:
-    records = []
-    for i in range(8):
-        seconds = 3.0 * (speed or (0.6 if i % 2 else 1.6))
-        records.append(record(str(i), run([2, 2], [1, 1], [2, 2], seconds), 3.0))
-    report = build(records)
+def test_the_verdict_comes_from_the_interval(make: Any, factors: tuple[float, float], verdict: str) -> None:
+    records = [
+        make.record(f"p{i}", make.run([2, 2], [1, 1], [2, 2], decode_s=3.0 * factors[i % 2]), plain_s=3.0)
+        for i in range(8)
+    ]
+    report = make.report(records)
     low, high = report["overall"]["speedup_decode"]["ci95"]
     assert report["verdict"] == verdict
     assert (low > 1, high < 1) == (verdict == "pays", verdict == "does not pay")
-    assert f"{report['overall']['speedup_decode']['value']:.2f}x" in report["sentence"]
+    value = 2 / sum(factors)
+    assert report["overall"]["speedup_decode"]["value"] == pytest.approx(value)
+    assert f"{value:.2f}x" in report["sentence"] and f"{low:.2f} to {high:.2f}" in report["sentence"]
 
 
-def test_one_prompt_has_no_interval_and_no_verdict() -> None:
-    report = build(two_prompts()[:1])
-    assert report["overall"]["speedup_decode"]["ci95"] is None
-    assert report["verdict"] == "within noise"
+def test_the_sentence(make: Any) -> None:
+    """Both prompts are twice as fast: the interval has no width."""
+    assert make.report(make.two_prompts())["sentence"] == (
+        "The draft pays: 2.00x the speed of plain decoding (95 % interval 2.00 to 2.00, n = 2 prompts, T = 0); "
+        "code 2.00x, prose 2.00x."
+    )
+    one = make.report(make.two_prompts()[:1])
+    assert (
+        one["sentence"]
+        == "Within noise: 2.00x the speed of plain decoding (n = 1 prompt, no interval, T = 0)."
+    )
+    assert one["verdict"] == "within noise" and one["overall"]["speedup_decode"]["ci95"] is None
 
 
-def test_lowest_temperature_is_overall_and_each_has_its_block() -> None:
-    warm = [{**r, "temperature": 1.0} for r in two_prompts()]
-    warm[0]["speculative"] = run([2, 2, 2], [2, 0, 2], [3, 1, 2], 6.0)
-    report = build([*warm, *two_prompts()])
+def test_the_lowest_temperature_is_overall_and_each_has_its_block(make: Any) -> None:
+    warm = [{**r, "temperature": 1.0} for r in make.two_prompts()]
+    warm[0]["speculative"] = make.run([2, 2, 2], [2, 0, 2], [3, 1, 1], decode_s=8.5)
+    report = make.report([*warm, *make.two_prompts()])
     assert report["temperature"] == 0.0 and list(report["temperatures"]) == ["0", "1"]
     assert report["temperatures"]["0"] == report["overall"]
-    assert report["temperatures"]["1"]["speedup_decode"]["value"] == pytest.approx(9 / 8)
+    assert report["temperatures"]["1"]["speedup_decode"]["value"] == pytest.approx((8 / 10) / (8 / 8))
+    assert report["temperatures"]["1"]["prompts"] == 2
+    assert report["domains"]["code"]["speedup_decode"]["value"] == pytest.approx(2.0)  # of T = 0
 
 
-def test_a_record_that_breaks_an_invariant_is_refused() -> None:
-    records = two_prompts()
+def test_only_a_warm_temperature(make: Any) -> None:
+    report = make.report([{**r, "temperature": 0.7} for r in make.two_prompts()])
+    assert (
+        report["temperature"] == 0.7
+        and list(report["temperatures"]) == ["0.7"]
+        and "T = 0.7" in report["sentence"]
+    )
+
+
+def test_plain_stands_beside_generate(make: Any) -> None:
+    report = make.report(make.two_prompts(), hf_baseline=make.hf_baseline)
+    assert report["baselines"]["hf_generate"] == make.hf_baseline
+    assert report["baselines"]["plain_tokens_per_s_end_to_end"]["value"] == pytest.approx(10 / 10)
+
+
+def test_the_round_is_taken_apart(make: Any) -> None:
+    """4 s over 5 rounds, 20 % draft, 70 % verify, 10 % host; plain: 8 s over 8 steps."""
+    report = make.report(make.two_prompts())
+    parts = {"draft": 160.0, "verify": 560.0, "host": 80.0, "plain_step": 1000.0}
+    assert report["cost"]["round_ms"] == pytest.approx(parts)
+    assert report["cost"]["c"] == make.cost["c"]
+    assert report["histogram"] == [1, 1, 2]
+
+
+def test_examples_mark_what_was_drafted(make: Any) -> None:
+    """Prefill's token; round 1: two drafts and the target's; round 2: the target's; round 3: one draft, trimmed."""
+    code, prose = make.report(make.two_prompts())["prompts"]
+    assert [piece["drafted"] for piece in code["pieces"]] == [False, True, True, False, False, True]
+    assert "".join(piece["text"] for piece in code["pieces"]) == code["answer"]
+    assert (code["prompt_id"], code["domain"], code["prompt"]) == ("a", "code", "Prompt a")
+    assert [piece["drafted"] for piece in prose["pieces"]] == [False, True, False, False]
+
+
+def test_an_answer_without_pieces_stays_unmarked(make: Any) -> None:
+    records = make.two_prompts()
+    text = records[0]["speculative"]["text"]
+    del records[0]["speculative"]["pieces"]
+    assert make.report(records)["prompts"][0]["pieces"] == [{"text": text, "drafted": False}]
+
+
+def test_examples_come_from_each_domain(make: Any) -> None:
+    shown = make.report(make.many(prompts=12))["prompts"]
+    assert [example["domain"] for example in shown] == [
+        "code",
+        "factual",
+        "prose",
+        "structured",
+        "code",
+        "factual",
+    ]
+
+
+def test_nothing_drafted_has_no_acceptance(make: Any, tmp_path: Path) -> None:
+    records = [make.record(name, make.plain(5, decode_s=2.0), plain_s=2.0, expected=None) for name in "ab"]
+    report = make.report(records)
+    for name in ("mean_accepted_length", "draft_acceptance_rate", "expected_acceptance"):
+        assert report["overall"][name] == {"value": None, "ci95": None, "n": 0}, name
+    assert report["overall"]["acceptance_by_position"] == [] and report["histogram"] == [0]
+    assert report["overall"]["tokens_per_target_forward"]["value"] == 1.0
+    assert report["verdict"] == "within noise"
+    write_report(report, tmp_path)
+    strict(tmp_path / "report.json")
+
+
+def test_nothing_decoded_behind_the_prefill(make: Any, tmp_path: Path) -> None:
+    empty = make.run([], [], [], decode_s=0.0)
+    report = make.report([make.record("a", empty, plain=empty)])
+    assert report["sentence"] == "Within noise: nothing was decoded behind the first token."
+    assert report["overall"]["speedup_end_to_end"]["value"] == 1.0
+    write_report(report, tmp_path)
+    strict(tmp_path / "report.json")
+
+
+def test_numbers_that_are_not_finite_are_null(make: Any, tmp_path: Path) -> None:
+    training = [{"step": 1, "loss": math.nan}, {"step": 2, "loss": 2.0, "eval/expected_acceptance": math.inf}]
+    cost = {**make.cost, "break_even_acceptance": None, "predicted_speedup": math.nan}
+    report = make.report(make.two_prompts(), training=training, cost=cost)
+    write_report(report, tmp_path)
+    read = strict(tmp_path / "report.json")
+    assert read["training"] == [
+        {"step": 1, "loss": None},
+        {"step": 2, "loss": 2.0, "eval/expected_acceptance": None},
+    ]
+    assert read["cost"]["predicted_speedup"] is None
+
+
+def test_a_broken_record_makes_no_report(make: Any) -> None:
+    records = copy.deepcopy(make.two_prompts())
     records[0]["speculative"]["num_accepted"][0] = 3
-    with pytest.raises(UserError, match="'a'"):
-        build(records)
-    with pytest.raises(UserError, match="no records"):
-        build([])
+    with pytest.raises(UserError, match="'a'.*3 accepted of 2"):
+        make.report(records)
 
 
-class Tags(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
+def test_the_seed_of_the_settings_draws_the_intervals(make: Any) -> None:
+    records = make.many()
+    given = {"pair": make.pair, "environment": {}, "cost": make.cost, "lossless": None, "training": []}
+    reports = [build_report(records, settings={"seed": s}, hf_baseline=None, **given) for s in (0, 0, 1)]
+    assert reports[0] == reports[1]
+    assert reports[0]["overall"]["speedup_decode"]["ci95"] != reports[2]["overall"]["speedup_decode"]["ci95"]
+    assert (
+        reports[0]["overall"]["speedup_decode"]["value"] == reports[2]["overall"]["speedup_decode"]["value"]
+    )
 
 
-def test_pages_show_prompts_as_text_and_load_nothing(tmp_path: Path) -> None:
-    nasty = "<script>alert('x')</script> & <img src=x onerror=alert(1)>"
-    records = two_prompts()
-    records[0]["prompt"] = nasty
-    records[0]["speculative"]["pieces"][2] = nasty
-    metrics = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0, "eval/expected_acceptance": 0.4}]
-    lossless = {
-        "dtype": "float32", "prompts": 2, "identical": 1,
-        "divergences": [
-            {"prompt_id": nasty, "position": 3, "plain": 1, "speculative": 2, "logit_gap": 1e-5, "class": "numeric tie"}
-        ],
-    }  # fmt: skip
-    baseline = {
-        "tokens_per_s": 10.0, "assisted_tokens_per_s": 11.0, "plain_tokens_per_s": 12.0,
-        "speculative_tokens_per_s": 18.0, "prompts": 2, "num_tokens": 20,
-    }  # fmt: skip
-    report = build(records, training=metrics, lossless=lossless, hf_baseline=baseline)
-    write_report(report, tmp_path)
-    read = json.loads((tmp_path / "report.json").read_text(), parse_constant=lambda x: pytest.fail(f"not JSON: {x}"))
-    assert read["schema_version"] == 1 and read["overall"] == report["overall"]
-    page = (tmp_path / "report.html").read_text()
-    tags = Tags()
-    tags.feed(page)
-    assert not {"script", "img", "link", "iframe"} & {tag for tag, _ in tags.seen}
-    assert not any(name.startswith("on") or name == "src" for _, attrs in tags.seen for name in attrs)
-    assert nasty in tags.text
-    assert not re.search(r"(?:href|src|url\()\W{0,2}https?:", page)
-    assert sum(tag == "svg" for tag, _ in tags.seen) == 5
-    text = (tmp_path / "report.md").read_text()
-    assert text.startswith(f"# {report['sentence']}") and "| overall | 2 | 1.80" in text
-    assert all(f"**{name}**" in text for name in report["definitions"])
+def test_a_folder_that_cannot_be_made_is_named(make: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match="file"):
+        write_report(make.report(make.two_prompts()), tmp_path / "file" / "report")
 
 
-def test_a_report_without_drafts_or_training(tmp_path: Path) -> None:
-    records = [record("a", plain(5, 2.0), 2.0, expected=None)]
-    report = build(records)
-    assert report["overall"]["mean_accepted_length"]["value"] is None
-    assert report["overall"]["acceptance_by_position"] == []
-    write_report(report, tmp_path)
-    page = (tmp_path / "report.html").read_text()
-    assert "No training curve" in page and "Not checked" in page
-
-
-def test_every_statistic_has_value_interval_and_n() -> None:
-    report = build(two_prompts())
-    for block in (report["overall"], *report["domains"].values()):
-        for name, found in block.items():
-            for statistic in found if isinstance(found, list) else [found] if isinstance(found, dict) else []:
-                assert set(statistic) == {"value", "ci95", "n"}, name
-    needed = {"expected_acceptance", "draft_acceptance_rate", "mean_accepted_length", "tokens_per_target_forward"}
-    assert needed <= set(report["definitions"]) and all(report["definitions"].values())
+def test_half_a_character_does_not_stop_the_report(make: Any, tmp_path: Path) -> None:
+    records = make.two_prompts()
+    records[0]["prompt"] = "half \ud83d a pair"
+    write_report(make.report(records), tmp_path)
+    assert strict(tmp_path / "report.json")["prompts"][0]["prompt"] == "half ? a pair"

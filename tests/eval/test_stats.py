@@ -15,7 +15,11 @@ def test_a_ratio_of_sums_is_no_mean_of_ratios() -> None:
     found = ratio_of_sums(["a", "b"], [(1, 2), (9, 10)])
     assert found == {"value": pytest.approx(10 / 12), "ci95": pytest.approx([1 / 2, 9 / 10]), "n": 2}
     macro = mean_of_clusters(["a", "b"], [(1, 2), (9, 10)])
-    assert macro == {"value": pytest.approx((1 / 2 + 9 / 10) / 2), "ci95": pytest.approx([1 / 2, 9 / 10]), "n": 2}
+    assert macro == {
+        "value": pytest.approx((1 / 2 + 9 / 10) / 2),
+        "ci95": pytest.approx([1 / 2, 9 / 10]),
+        "n": 2,
+    }
 
 
 def test_one_prompt_has_a_value_and_no_interval() -> None:
@@ -44,9 +48,13 @@ def test_turns_are_drawn_together() -> None:
     """Ten equal turns of a prompt tell no more than one: the interval does not narrow."""
     pairs = [(float(i % 4), 4.0) for i in range(12)]
     single = ratio_of_sums(range(12), pairs, seed=3)
-    tenfold = ratio_of_sums([i for i in range(12) for _ in range(10)], [p for p in pairs for _ in range(10)], seed=3)
+    tenfold = ratio_of_sums(
+        [i for i in range(12) for _ in range(10)], [p for p in pairs for _ in range(10)], seed=3
+    )
     assert tenfold["n"] == 12
-    assert tenfold["value"] == pytest.approx(single["value"]) and tenfold["ci95"] == pytest.approx(single["ci95"])
+    assert tenfold["value"] == pytest.approx(single["value"]) and tenfold["ci95"] == pytest.approx(
+        single["ci95"]
+    )
     free = ratio_of_sums(range(120), [p for p in pairs for _ in range(10)], seed=3)
     assert _width(free) < 0.5 * _width(single)
 

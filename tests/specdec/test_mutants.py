@@ -327,3 +327,13 @@ def test_a_greedy_draft_judged_as_one_hot_keeps_the_law(
     """The fault above is the soft q, not the greedy draft; and the patching itself breaks nothing."""
     monkeypatch.setattr(DraftModel, "_pick", one_hot_pick)
     assert decoded_p_value(target, drafts["near"], decode, g_test, law) > RIGHT
+
+
+@pytest.mark.parametrize("shown", [torch.tensor([[[0.0, 1.0, 0.0]]]), None], ids=["q", "one-hot"])
+def test_a_rejection_by_rounding_alone_still_draws_a_token(shown: Tensor | None) -> None:
+    """p misses 1 by rounding and the number falls in the gap: the residual is empty, the token must not be."""
+    p = torch.tensor([[[0.0, 1 - 2.0**-24, 0.0], [0.2, 0.3, 0.5]]])
+    proposal = Proposal(tokens=torch.tensor([[1]]), num_drafts=torch.tensor([1]), probs=shown)
+    u_accept = torch.tensor([[1 - 2.0**-40]], dtype=torch.float64)
+    accepted, token = token_rule(p, proposal, u_accept, torch.full((1, 2), 0.5, dtype=torch.float64))
+    assert (accepted.tolist(), token.tolist()) == ([0], [1])
