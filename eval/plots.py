@@ -55,7 +55,7 @@ def _figure(draw: Callable[[Axes], None], title: str, *, width: float = 6.0, hei
 
 def _inline(text: str, title: str) -> str:
     """An SVG file as an element of a page: no ids that every plot has, and black follows the page's ink."""
-    text = re.sub(r'<g id="[A-Za-z0-9]+_\d+">', "<g>", text[text.index("<svg") :])
+    text = re.sub(r'<g id="[A-Za-z0-9.]+_\d+">', "<g>", text[text.index("<svg") :])
     text = text.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
     return re.sub(r"#000000|\bblack\b", "currentColor", text)
 

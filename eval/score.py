@@ -9,12 +9,13 @@
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from distill.prompts import PromptsSection
 from eval.acceptance import expected_acceptance
-from eval.folder import EvalFolder
+from eval.folder import EvalFolder, Key
 from eval.lossless import lossless_check
 from eval.metrics import Pair, seconds_per_round, total
 from eval.metrics import expected_acceptance as expected_pair
@@ -90,7 +91,7 @@ def evaluate(job: EvalJob, target: LanguageModel | None = None) -> tuple[dict[st
         policy=policy,
         max_new_tokens=job.eval.max_new_tokens,
     )
-    _decode(bench, questions, folder, renderer, job.eval)
+    Scoring(bench=bench, folder=folder, renderer=renderer, section=job.eval).decode(questions)
     first = [(q.prompt.id, q.prompt_ids) for q in questions[: job.eval.lossless_prompts]]
     lossless = folder.measure("lossless", lambda: lossless_check(bench, first)) if first else None
     asked = [q.prompt_ids for q in questions[: min(job.eval.baseline_prompts, 4)]]
@@ -147,91 +148,100 @@ def _last(training: Sequence[dict[str, Any]], name: str, default: float) -> floa
     return next((float(record[name]) for record in reversed(training) if name in record), default)
 
 
-def _decode(
-    bench: Bench, questions: Sequence[Question], folder: EvalFolder, renderer: Renderer, section: EvalSection
-) -> None:
-    """Every batch at every temperature; a batch with all its records on disk is not decoded again."""
-    size = section.batch_size
-    batches = [questions[i : i + size] for i in range(0, len(questions), size)]
-    with progress(len(questions) * len(section.temperatures), "decode", "prompt") as bar:
-        for temperature in section.temperatures:
-            for number, batch in enumerate(batches):
-                lookup = number * size < section.baseline_prompts
-                _decode_batch(bench, batch, folder, renderer, section, temperature, number, lookup)
-                bar.update(len(batch))
+class Conversation:
+    """A question and how far its conversation has come."""
+
+    def __init__(self, question: Question) -> None:
+        self.question, self.turn = question, 0
+        self.messages: list[Any] = list(question.prompt.messages)
+        self.prompt_ids: Sequence[int] = question.prompt_ids
+
+    def key(self, temperature: float) -> Key:
+        """Names the record of the present turn."""
+        return self.question.prompt.id, self.turn, temperature
+
+    def answer_and_ask(self, answer: str, renderer: Renderer) -> None:
+        """Add the target's answer and the next user turn."""
+        prompt = self.question.prompt
+        self.messages += [
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": prompt.later_turns[self.turn]},
+        ]
+        self.turn += 1
+        self.prompt_ids = renderer.prompt_ids(self.messages, prompt.id)
 
 
-def _decode_batch(
-    bench: Bench,
-    batch: Sequence[Question],
-    folder: EvalFolder,
-    renderer: Renderer,
-    section: EvalSection,
-    temperature: float,
-    order: int,
-    lookup: bool,
-) -> None:
-    """All turns of a batch. A later turn sees the target's own (plain) answers to the earlier ones."""
-    messages = {q.prompt.id: list(q.prompt.messages) for q in batch}
-    asked = {q.prompt.id: q.prompt_ids for q in batch}
-    turn, left = 0, list(batch)
-    while left:
-        if any(folder.get((q.prompt.id, turn, temperature)) is None for q in left):
-            seeds = [zlib.crc32(f"{section.seed}/{q.prompt.id}/{turn}".encode()) for q in left]
-            ids = [asked[q.prompt.id] for q in left]
-            runs = bench.race(ids, seeds, temperature=temperature, order=order, lookup=lookup)
-            for question, found in zip(left, runs, strict=True):
-                key = (question.prompt.id, turn, temperature)
-                if folder.get(key) is None:
-                    folder.add(_record(bench, question, key, asked[key[0]], messages[key[0]], found))
-        turn += 1
-        going = []
-        for question in left:
-            prompt = question.prompt
-            if turn > len(prompt.later_turns):
-                continue
-            record = folder.get((prompt.id, turn - 1, temperature))
-            assert record is not None
-            messages[prompt.id] += [
-                {"role": "assistant", "content": record["plain"]["text"]},
-                {"role": "user", "content": prompt.later_turns[turn - 1]},
-            ]
-            found_ids = renderer.prompt_ids(messages[prompt.id], prompt.id)
-            limit = bench.target.context_length
-            if renderer.fits(prompt.id, found_ids, limit, section.max_new_tokens, section.too_long):
-                asked[prompt.id] = tuple(found_ids)
-                going.append(question)
-        left = going
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """Decodes questions into the records of a folder."""
 
+    bench: Bench
+    folder: EvalFolder
+    renderer: Renderer
+    section: EvalSection
 
-def _record(
-    bench: Bench,
-    question: Question,
-    key: tuple[str, int, float],
-    prompt_ids: Sequence[int],
-    messages: Sequence[Any],
-    runs: dict[str, Any],
-) -> dict[str, Any]:
-    name, turn, temperature = key
-    overlap, positions = expected_acceptance(
-        bench.target,
-        bench.draft,
-        prompt_ids,
-        runs["plain"]["tokens"],
-        sampling=Sampling(temperature=temperature),
-        vocab_size=bench.vocab_size,
-    )
-    return {
-        "prompt_id": name,
-        "turn": turn,
-        "domain": question.prompt.domain,
-        "temperature": temperature,
-        "prompt_tokens": len(prompt_ids),
-        "prompt": str(messages[-1].get("content", "")),
-        "draft_length": bench.policy.max_length,
-        **runs,
-        "expected": {"sum": overlap, "n": positions},
-    }
+    def decode(self, questions: Sequence[Question]) -> None:
+        """Every batch at every temperature; records that are on disk are not made again."""
+        size, temperatures = self.section.batch_size, self.section.temperatures
+        with progress(len(questions) * len(temperatures), "decode", "prompt") as bar:
+            for temperature in temperatures:
+                for start in range(0, len(questions), size):
+                    batch = [Conversation(question) for question in questions[start : start + size]]
+                    while batch:
+                        self._turn(batch, temperature, start)
+                        batch = [c for c in batch if self._go_on(c, temperature)]
+                    bar.update(len(questions[start : start + size]))
+
+    def _turn(self, batch: Sequence[Conversation], temperature: float, start: int) -> None:
+        """One turn of a batch through all contestants, unless all its records are there."""
+        missing = [c for c in batch if self.folder.get(c.key(temperature)) is None]
+        if not missing:
+            return
+        runs = self.bench.race(
+            [c.prompt_ids for c in batch],
+            [zlib.crc32(f"{self.section.seed}/{c.question.prompt.id}/{c.turn}".encode()) for c in batch],
+            temperature=temperature,
+            order=start // self.section.batch_size,
+            lookup=start < self.section.baseline_prompts,
+        )
+        for conversation, found in zip(batch, runs, strict=True):
+            if conversation in missing:
+                self.folder.add(self._record(conversation, temperature, found))
+
+    def _go_on(self, conversation: Conversation, temperature: float) -> bool:
+        """Ask the next turn, behind the target's own (plain) answer; False when there is none, or no room."""
+        prompt, section = conversation.question.prompt, self.section
+        if conversation.turn >= len(prompt.later_turns):
+            return False
+        record = self.folder.get(conversation.key(temperature))
+        assert record is not None
+        conversation.answer_and_ask(record["plain"]["text"], self.renderer)
+        limit, ids = self.bench.target.context_length, conversation.prompt_ids
+        return self.renderer.fits(prompt.id, ids, limit, section.max_new_tokens, section.too_long)
+
+    def _record(
+        self, conversation: Conversation, temperature: float, runs: dict[str, Any]
+    ) -> dict[str, Any]:
+        bench, prompt = self.bench, conversation.question.prompt
+        overlap, positions = expected_acceptance(
+            bench.target,
+            bench.draft,
+            conversation.prompt_ids,
+            runs["plain"]["tokens"],
+            sampling=Sampling(temperature=temperature),
+            vocab_size=bench.vocab_size,
+        )
+        return {
+            "prompt_id": prompt.id,
+            "turn": conversation.turn,
+            "domain": prompt.domain,
+            "temperature": temperature,
+            "prompt_tokens": len(conversation.prompt_ids),
+            "prompt": str(conversation.messages[-1].get("content", "")),
+            "draft_length": bench.policy.max_length,
+            **runs,
+            "expected": {"sum": overlap, "n": positions},
+        }
 
 
 def _pair(job: EvalJob, draft_path: Path, bench: Bench) -> dict[str, Any]:

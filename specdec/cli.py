@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -31,6 +32,8 @@ def friendly(command: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("--debug", is_flag=True, help="Print the traceback of an error.")
     @functools.wraps(command)
     def wrapped(*args: Any, debug: bool, **kwargs: Any) -> Any:
+        if not sys.stderr.isatty():
+            os.environ.setdefault("TQDM_DISABLE", "1")  # libraries' bars too; tqdm reads it when it is imported
         try:
             return command(*args, **kwargs)
         except UserError as error:
