@@ -45,6 +45,8 @@ from specdec.sampling import Sampling
 from specdec.settings import RunSection, Section
 from specdec.show import ASSUMED_ACCEPTANCE
 
+HF_PROMPTS = 6  # each is decoded four times over; more would take longer than the race itself
+
 
 class EvalJob(Section):
     """The settings that a report depends on."""
@@ -94,7 +96,7 @@ def evaluate(job: EvalJob, target: LanguageModel | None = None) -> tuple[dict[st
     Scoring(bench=bench, folder=folder, renderer=renderer, section=job.eval).decode(questions)
     first = [(q.prompt.id, q.prompt_ids) for q in questions[: job.eval.lossless_prompts]]
     lossless = folder.measure("lossless", lambda: lossless_check(bench, first)) if first else None
-    asked = [q.prompt_ids for q in questions[: min(job.eval.baseline_prompts, 4)]]
+    asked = [q.prompt_ids for q in questions[: min(job.eval.baseline_prompts, HF_PROMPTS)]]
     baseline = folder.measure("hf_baseline", lambda: hf_baseline(bench, asked)) if asked else None
     report = build_report(
         folder.records,

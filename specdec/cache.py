@@ -70,6 +70,7 @@ class SlotCache(Cache):
         self.positions = torch.zeros(1, 1, dtype=torch.long)
         self.start = 0
         self.view = num_slots
+        self.exact = False
         super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
 
     def keep(self, rows: Tensor) -> None:
@@ -83,7 +84,10 @@ class SlotCache(Cache):
         last = int(positions.max())
         assert last < self.num_slots, "a forward reaches past the last slot"
         self.positions, self.start = positions, int(positions[0, 0])
-        self.view = min(self.num_slots, -(-(last + 1) // VIEW_STEP) * VIEW_STEP)
+        # One token of one row sees every slot up to its own: a view cut there needs no mask.
+        self.exact = positions.numel() == 1
+        step = 1 if self.exact else VIEW_STEP
+        self.view = min(self.num_slots, -(-(last + 1) // step) * step)
 
 
 class Runner:
@@ -129,6 +133,8 @@ class Runner:
         return result
 
     def _masks(self, positions: Tensor) -> Any:
+        if self.cache.exact and all(w is None or self.cache.view <= w for w in self.windows.values()):
+            return None
         masks = {name: self._mask(positions, window) for name, window in self.windows.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 

@@ -381,7 +381,7 @@ def test_law_of_the_first_three_tokens(
     length: int | str,
 ) -> None:
     prompt, sampling, joint = law
-    num_rows, vocab = 6000, target.vocab_size
+    num_rows, vocab = 4000, target.vocab_size
     traces = decode(
         target, [prompt] * num_rows, draft=name and pick(drafts, name), length=length, sampling=sampling,
         max_new_tokens=5, batch_size=num_rows,
