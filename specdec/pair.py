@@ -4,6 +4,7 @@ import copy
 import functools
 import importlib.util
 import json
+import struct
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -29,6 +30,12 @@ from specdec.files import fingerprint
 from specdec.settings import RunSection, Section
 
 PACKAGE_PREFIX = "package:"
+Stamp = tuple[tuple[str, int, int], ...]
+LOAD_ERRORS = (
+    OSError, ValueError, KeyError, TypeError, IndexError, RuntimeError, struct.error,
+    SafetensorError, json.JSONDecodeError,
+)  # fmt: skip
+"""What the libraries raise at files that are missing, cut short or not what their name says."""
 HEAD_IDS_FILE = "head_ids.safetensors"
 
 
@@ -156,14 +163,23 @@ def identity(section: TargetSection) -> str:
     return fingerprint(parts)
 
 
+def _stamp(section: TargetSection) -> Stamp:
+    """What the files of a model look like from outside: any change of one is a new stamp."""
+    folder, _ = locate(section.path)
+    if not Path(folder).is_dir():
+        return ()
+    found = ((p.name, p.stat()) for p in sorted(Path(folder).iterdir()) if p.is_file())
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+
+
 def read_config(section: TargetSection) -> PreTrainedConfig:
     """The text config of the model at `section.path`, without its weights. Raises UserError."""
-    return _read_config(section, identity(section))
+    return copy.deepcopy(_read_config(section, _stamp(section)))
 
 
 # Reading a GGUF's header takes seconds; a command asks for tokenizer and config more than once.
 @functools.lru_cache(maxsize=4)
-def _read_config(section: TargetSection, content: str) -> PreTrainedConfig:
+def _read_config(section: TargetSection, stamp: Stamp) -> PreTrainedConfig:
     folder, file = locate(section.path)
     extra = {"gguf_file": file} if file else {}
     if file:
@@ -172,7 +188,7 @@ def _read_config(section: TargetSection, content: str) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(
             folder, revision=section.revision or "main", trust_remote_code=section.trust_remote_code, **extra
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except LOAD_ERRORS as error:
         raise UserError(
             "model config cannot be loaded",
             got=section.path,
@@ -187,11 +203,11 @@ def _read_config(section: TargetSection, content: str) -> PreTrainedConfig:
 
 def load_tokenizer(section: TargetSection) -> PreTrainedTokenizerBase:
     """The tokenizer at `section.path`. Raises UserError when there is none."""
-    return _load_tokenizer(section, identity(section))
+    return copy.deepcopy(_load_tokenizer(section, _stamp(section)))
 
 
 @functools.lru_cache(maxsize=4)
-def _load_tokenizer(section: TargetSection, content: str) -> PreTrainedTokenizerBase:
+def _load_tokenizer(section: TargetSection, stamp: Stamp) -> PreTrainedTokenizerBase:
     folder, file = locate(section.path)
     extra: dict[str, Any] = {"gguf_file": file} if file else {}
     if file:
@@ -207,7 +223,7 @@ def _load_tokenizer(section: TargetSection, content: str) -> PreTrainedTokenizer
         tokenizer = AutoTokenizer.from_pretrained(
             folder, revision=section.revision or "main", trust_remote_code=section.trust_remote_code, **extra
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except LOAD_ERRORS as error:
         raise UserError(
             "tokenizer cannot be loaded",
             got=section.path,
@@ -270,7 +286,7 @@ def load_model(section: TargetSection) -> LanguageModel:
                 dtype=dtype,
                 trust_remote_code=section.trust_remote_code,
             )
-    except (OSError, ValueError, KeyError, SafetensorError, json.JSONDecodeError, RuntimeError) as error:
+    except LOAD_ERRORS as error:
         raise UserError(
             "model cannot be loaded",
             got=section.path,

@@ -331,7 +331,7 @@ def test_a_greedy_draft_judged_as_one_hot_keeps_the_law(
 
 @pytest.mark.parametrize("shown", [torch.tensor([[[0.0, 1.0, 0.0]]]), None], ids=["q", "one-hot"])
 def test_a_rejection_by_rounding_alone_still_draws_a_token(shown: Tensor | None) -> None:
-    """p misses 1 by rounding and the number falls in the gap: the residual is empty, the token must not be."""
+    """p misses 1 by rounding, the number falls in between: an empty residual, and yet a real token."""
     p = torch.tensor([[[0.0, 1 - 2.0**-24, 0.0], [0.2, 0.3, 0.5]]])
     proposal = Proposal(tokens=torch.tensor([[1]]), num_drafts=torch.tensor([1]), probs=shown)
     u_accept = torch.tensor([[1 - 2.0**-40]], dtype=torch.float64)
