@@ -11,8 +11,9 @@ OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
 quickstart: $(STAMP)
 	$(OFFLINE) $(BIN)/draftsmith run configs/quickstart.yaml
 
+# One thread each: the models are tiny, and two pools of threads on two cores only wait for each other.
 test: $(STAMP)
-	$(OFFLINE) $(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(PYTEST_ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

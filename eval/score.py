@@ -27,7 +27,7 @@ from specdec import cost, provenance
 from specdec.cli import progress
 from specdec.errors import UserError
 from specdec.files import read_jsonl
-from specdec.length import make_policy
+from specdec.length import describe, make_policy
 from specdec.pair import (
     LanguageModel,
     TargetSection,
@@ -257,7 +257,7 @@ def _pair(job: EvalJob, draft_path: Path, bench: Bench) -> dict[str, Any]:
         "draft_identity": bench.draft.fingerprint,
         "tokenizer_identity": Renderer(bench.target.tokenizer).fingerprint,
         "dtype": job.target.dtype,
-        "draft_length_policy": str(bench.policy),
+        "draft_length_policy": describe(bench.policy),
     }
 
 

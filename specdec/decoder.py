@@ -228,6 +228,8 @@ def check_requests(target: LanguageModel, requests: Sequence[Request], limits: L
         raise UserError("nothing to decode", got="0 prompts", expected="at least one")
     if limits.max_new_tokens < 1:
         raise UserError("max_new_tokens is out of range", got=limits.max_new_tokens, expected="1 or more")
+    if "" in limits.stop:
+        raise UserError("a stop string is empty", got=list(limits.stop), expected="text")
     for number, request in enumerate(requests):
         size = len(request.prompt_ids)
         if not 0 < size < target.context_length:

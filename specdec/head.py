@@ -1,9 +1,17 @@
 """From hidden states to logits: vocabulary slicing, logit scale and soft-cap, and the short-listed draft head."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from specdec.pair import LanguageModel
+
+
+def logit_scale(config: Mapping[str, Any]) -> float:
+    """What a model multiplies its logits by: Granite divides them, Cohere multiplies them, others leave them."""
+    return float(config.get("logit_scale") or 1.0) / float(config.get("logits_scaling") or 1.0)
 
 
 class Head:
@@ -18,8 +26,7 @@ class Head:
         self.bias = None if bias is None else bias[:vocab_size] if ids is None else bias[ids]
         self.vocab_size = vocab_size
         config = language_model.model.config.get_text_config().to_dict()
-        # Granite divides its logits, Cohere multiplies them.
-        self.scale = float(config.get("logit_scale") or 1.0) / float(config.get("logits_scaling") or 1.0)
+        self.scale = logit_scale(config)
         self.cap = config.get("final_logit_softcapping")
 
     def __call__(self, hidden: Tensor) -> Tensor:  # [..., H] -> [..., M]

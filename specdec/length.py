@@ -62,3 +62,10 @@ def make_policy(draft_length: int | str, *, threshold: float = 0.3) -> LengthPol
     raise UserError(
         "draft_length is out of range", got=draft_length, expected="auto, or a whole number from 0"
     )
+
+
+def describe(policy: LengthPolicy) -> str:
+    """A policy in words, for reports."""
+    if isinstance(policy, Confidence):
+        return f"up to {policy.max_length}, while the draft gives its own chain more than {policy.threshold:.3f}"
+    return f"always {policy.max_length}"

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from distill.chunked import SparseTarget, chunked_loss
 from distill.losses import ObjectiveSection
 from specdec.errors import UserError
+from specdec.head import logit_scale
 from train.batches import Batch
 
 
@@ -38,7 +39,7 @@ class DraftLoss(nn.Module):
         self.head_ids = head_ids
         self._frozen_head: Tensor | None = None
         config = draft.config.get_text_config().to_dict()
-        self.divisor = float(config.get("logits_scaling") or 1.0)
+        self.scale = logit_scale(config)
         if config.get("final_logit_softcapping") or draft.get_output_embeddings().bias is not None:
             raise UserError(
                 "this draft's head has a soft-cap or a bias",
@@ -67,7 +68,7 @@ class DraftLoss(nn.Module):
                 input_ids=batch.input_ids, use_cache=False
             ).last_hidden_state  # [B, L, H]
         supervised = (
-            hidden.flatten(0, 1).index_select(0, batch.positions).to(self.dtype) / self.divisor
+            hidden.flatten(0, 1).index_select(0, batch.positions).to(self.dtype) * self.scale
         )  # [N, H]
         sums = chunked_loss(
             supervised,

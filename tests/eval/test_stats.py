@@ -93,6 +93,18 @@ def test_a_zero_divisor_is_no_number() -> None:
     assert ratio_of_ratios(["a", "b"], [(1, 1), (1, 1)], [(0, 1), (0, 1)])["value"] is None
 
 
+def test_an_interval_is_as_wide_as_theory_says() -> None:
+    """Mean of 200 normal draws: 1.96 standard errors either way, where a 90 % interval would have 1.64."""
+    draws = np.random.default_rng(2).normal(10.0, 1.0, 200)
+    found = ratio_of_sums(range(200), [(float(x), 1.0) for x in draws])
+    error = float(draws.std()) / 200**0.5
+    assert found["value"] == pytest.approx(float(draws.mean()))
+    assert found["ci95"] is not None
+    assert found["ci95"] == pytest.approx(
+        [draws.mean() - 1.96 * error, draws.mean() + 1.96 * error], abs=0.2 * error
+    )
+
+
 def test_intervals_cover_the_truth() -> None:
     """Per-prompt rates around 0.6, counts of 10 to 40: about 95 of 100 intervals hold 0.6."""
     rng = random.Random(11)

@@ -103,6 +103,18 @@ def test_rollback_then_rewrite(name: str) -> None:
         close(hidden[b], fresh(model, first[b, :start].tolist() + second[b, :9].tolist())[start:])
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@torch.inference_mode()
+def test_one_row_token_by_token(name: str) -> None:
+    """From an empty cache to past two windows, with later slots full of another text."""
+    model, generator = build(ARCHITECTURES[name]), torch.Generator().manual_seed(4)
+    stale, row = torch.randint(3, VOCAB, (2, 20), generator=generator)
+    runner = Runner(model, num_slots=30)
+    runner.prefill(stale.unsqueeze(0), torch.tensor([20]))
+    steps = [runner.forward(row[None, i : i + 1], torch.tensor([i]))[0, 0] for i in range(20)]
+    close(torch.stack(steps), fresh(model, row.tolist()))
+
+
 @torch.inference_mode()
 def test_prefill_in_chunks() -> None:
     """Prompts that end in different chunks, one at a chunk's edge."""

@@ -79,7 +79,7 @@ def test_loss_falls_and_the_run_folder_is_complete(run_dir: Path, tiny_target_di
     rows = records(run_dir)
     losses = [r["loss"] for r in rows if "loss" in r]
     assert outcome.finished and len(losses) == 60
-    assert sum(losses[-5:]) / 5 < 0.65 * losses[0]
+    assert sum(losses[-5:]) / 5 < 0.75 * losses[0]
     evals = [r for r in rows if "eval/expected_acceptance" in r]
     assert [r["step"] for r in evals] == [15, 30, 45, 60]
     assert evals[-1]["eval/expected_acceptance"] > evals[0]["eval/expected_acceptance"]
