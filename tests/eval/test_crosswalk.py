@@ -30,7 +30,7 @@ def test_two_prompts_by_hand(make: Any) -> None:
 
 
 def test_every_definition_differs(make: Any) -> None:
-    """Rounds (K, a): (3, 3) (3, 0) (0, 0) (3, 2), the last one trimmed to a token: 1 + 4 + 1 + 1 + 1 tokens."""
+    """Rounds (K, a): (3, 3) (3, 0) (0, 0) (3, 2), the last trimmed to a token: 1 + 4 + 1 + 1 + 1 tokens."""
     run = make.run([3, 3, 0, 3], [3, 0, 0, 2], [4, 1, 1, 1])
     found = rows([make.record("a", run)], tau=7 / 4, alpha=None)
     assert found["vLLM", "Mean acceptance length"] == pytest.approx(1 + 5 / 3)  # rounds that drafted

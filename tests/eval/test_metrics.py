@@ -28,7 +28,7 @@ def test_one_run_by_hand(make: Any) -> None:
 
 def test_a_position_counts_only_where_it_was_judged(make: Any) -> None:
     run = make.run([3, 3, 0, 2], [3, 0, 0, 1], [4, 1, 1, 2])
-    # k = 1 in three rounds; k = 2 after an accepted first; k = 3 only in the first round: the last drafted two.
+    # k = 1 in three rounds; k = 2 after an accepted first; k = 3 in the first round: the last drafted two.
     assert [metrics.acceptance_at_position(run, k) for k in (1, 2, 3, 4)] == [(2, 3), (1, 2), (1, 1), (0, 0)]
 
 

@@ -15,8 +15,9 @@ from eval.report import build_report, write_report
 from specdec.errors import UserError
 
 KEYS = {
-    "schema_version", "verdict", "sentence", "pair", "settings", "environment", "overall", "domains", "temperature",
-    "temperatures", "baselines", "cost", "lossless", "crosswalk", "definitions", "training", "histogram", "prompts",
+    "schema_version", "verdict", "sentence", "pair", "settings", "environment", "overall", "domains",
+    "temperature", "temperatures", "baselines", "cost", "lossless", "crosswalk", "definitions", "training",
+    "histogram", "prompts",
 }  # fmt: skip
 
 
@@ -89,8 +90,8 @@ def test_the_verdict_comes_from_the_interval(make: Any, factors: tuple[float, fl
 def test_the_sentence(make: Any) -> None:
     """Both prompts are twice as fast: the interval has no width."""
     assert make.report(make.two_prompts())["sentence"] == (
-        "The draft pays: 2.00x the speed of plain decoding (95 % interval 2.00 to 2.00, n = 2 prompts, T = 0); "
-        "code 2.00x, prose 2.00x."
+        "The draft pays: 2.00x the speed of plain decoding "
+        "(95 % interval 2.00 to 2.00, n = 2 prompts, T = 0); code 2.00x, prose 2.00x."
     )
     one = make.report(make.two_prompts()[:1])
     assert (
@@ -136,7 +137,7 @@ def test_the_round_is_taken_apart(make: Any) -> None:
 
 
 def test_examples_mark_what_was_drafted(make: Any) -> None:
-    """Prefill's token; round 1: two drafts and the target's; round 2: the target's; round 3: one draft, trimmed."""
+    """Prefill's token; round 1: two drafts and the target's; round 2: its own; round 3: one draft, trimmed."""
     code, prose = make.report(make.two_prompts())["prompts"]
     assert [piece["drafted"] for piece in code["pieces"]] == [False, True, True, False, False, True]
     assert "".join(piece["text"] for piece in code["pieces"]) == code["answer"]

@@ -82,7 +82,7 @@ def test_the_seed_fixes_the_interval() -> None:
 
 
 def test_a_resample_without_denominator_is_left_out() -> None:
-    """Only a plain run of prompt b took time: a resample of a alone has no speedup, and no NaN comes of it."""
+    """Only b's plain run took time: a resample of a alone has no speedup, and no NaN comes of it."""
     found = ratio_of_ratios(["a", "b"], [(1, 1), (1, 1)], [(0, 0), (1, 2)])
     assert found["value"] == pytest.approx(2.0)
     assert found["ci95"] is not None and np.isfinite(found["ci95"]).all()

@@ -93,7 +93,7 @@ def test_loss_falls_and_the_run_folder_is_complete(run_dir: Path, tiny_target_di
     assert (run_dir / "best").resolve() == (checkpoint.best(run_dir) or Path()).resolve()
     assert json.loads((run_dir / "provenance.json").read_text())["versions"]["torch"] == torch.__version__
     assert load(Config, run_dir / "run.yaml", []) == make_config(
-        run_dir, tiny_target_dir, steps=60, save_every=30, eval_every=15, precision="bf16"
+        run_dir, tiny_target_dir, steps=60, lr=0.03, save_every=30, eval_every=15, precision="bf16"
     )
 
 
