@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import click
+
+from specdec.cli import run_and_exit
 
 # name -> (module, attribute, help). A module is imported when its command runs: torch takes seconds to load.
 COMMANDS = {
@@ -28,14 +29,7 @@ class LazyGroup(click.Group):
         """Run the command line; a wrong request is one line on stderr, without click's usage block."""
         if not standalone_mode:
             return super().main(args, standalone_mode=False, **extra)
-        try:
-            code = super().main(args, standalone_mode=False, **extra)
-        except click.ClickException as error:
-            click.echo(f"draftsmith: {' '.join(error.format_message().split())}", err=True)
-            sys.exit(error.exit_code)
-        except click.Abort:
-            sys.exit(130)
-        sys.exit(code if isinstance(code, int) else 0)
+        run_and_exit(lambda: super(LazyGroup, self).main(args, standalone_mode=False, **extra))
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

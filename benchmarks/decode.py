@@ -13,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-NUM_PROMPTS = 12
+NUM_PROMPTS = 8
 OUT = Path(__file__).parent / "results" / "decode.json"
 
 

@@ -1,6 +1,7 @@
 """`python -m eval CONFIG`."""
 
 from eval.main import command
+from specdec.cli import run_and_exit
 
 if __name__ == "__main__":
-    command()
+    run_and_exit(lambda: command(standalone_mode=False))

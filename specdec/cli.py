@@ -52,6 +52,20 @@ def friendly(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def run_and_exit(invoke: Callable[[], Any]) -> NoReturn:
+    """Call a click command (standalone_mode=False) and end the process by the house's exit codes.
+
+    A wrong command line is one line on stderr, without click's usage block.
+    """
+    try:
+        code = invoke()
+    except click.ClickException as error:
+        _end(error.format_message(), error.exit_code, debug=False)
+    except click.Abort:
+        sys.exit(130)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
 def progress(total: int | None, desc: str, unit: str) -> tqdm:
     """A bar on stderr for work longer than 3 s, silent when stderr is not a terminal; call `.update(n)`."""
     from tqdm import tqdm
