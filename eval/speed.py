@@ -9,7 +9,7 @@ import torch
 from transformers.utils.logging import set_verbosity_error
 
 from specdec.decoder import Decoder, Limits, Request
-from specdec.length import LengthPolicy
+from specdec.length import Fixed, LengthPolicy
 from specdec.pair import LanguageModel
 from specdec.propose import DraftModel, PromptLookup, Proposer
 from specdec.sampling import Sampling
@@ -78,7 +78,7 @@ class Bench:
 
     def prompt_lookup(self) -> PromptLookup:
         """The free baseline."""
-        return PromptLookup(max_length=LOOKUP_LENGTH, device=self.target.device)
+        return PromptLookup(policy=Fixed(max_length=LOOKUP_LENGTH), device=self.target.device)
 
     def record(self, trace: Trace, times: Times, num_rows: int) -> dict[str, Any]:
         """A trace as a RUN record."""

@@ -4,6 +4,7 @@ Letters: B rows, H key heads, N tokens of this forward, S slots, D head width.
 """
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 from specdec.errors import UserError
 
 VIEW_STEP = 64  # attention reads whole multiples of this many slots
+PREFILL_CHUNK = 512  # tokens of a prompt read at once: bounds the memory of attention scores
 
 
 class SlotLayer(CacheLayerMixin):
@@ -79,11 +81,19 @@ class SlotCache(Cache):
             assert isinstance(layer, SlotLayer) and layer.keys is not None and layer.values is not None
             layer.keys, layer.values = layer.keys[rows], layer.values[rows]
 
-    def place(self, positions: Tensor) -> None:
-        """Aim the next forward: token j of row b goes to slot positions[b, j] (neighbouring slots in a row)."""
-        last = int(positions.max())
+    def adopt(self, rows: Tensor, other: "SlotCache") -> None:
+        """Overwrite these rows with the rows of another cache, which may have fewer slots."""
+        for ours, theirs in zip(self.layers, other.layers, strict=True):
+            assert isinstance(ours, SlotLayer) and ours.keys is not None and ours.values is not None
+            assert isinstance(theirs, SlotLayer) and theirs.keys is not None and theirs.values is not None
+            ours.keys[rows, :, : other.num_slots] = theirs.keys
+            ours.values[rows, :, : other.num_slots] = theirs.values
+
+    def place(self, positions: Tensor, starts: Sequence[int]) -> None:
+        """Aim the next forward: token j of row b goes to slot positions[b, j] = starts[b] + j."""
+        last = max(starts) + positions.shape[1] - 1
         assert last < self.num_slots, "a forward reaches past the last slot"
-        self.positions, self.start = positions, int(positions[0, 0])
+        self.positions, self.start = positions, starts[0]
         # One token of one row sees every slot up to its own: a view cut there needs no mask.
         self.exact = positions.numel() == 1
         step = 1 if self.exact else VIEW_STEP
@@ -101,11 +111,21 @@ class Runner:
         known = inspect.signature(model.base_model.forward).parameters
         self.cache_argument = "cache" if "cache" in known else "past_key_values"  # renamed within transformers 5
         self.cache = SlotCache(config.num_hidden_layers, num_slots)
+        self.filled: list[int] = []  # slots of each row that were written without a gap; empty before the first forward
 
-    def forward(self, tokens: Tensor, starts: Tensor) -> Tensor:  # [B, N], [B] -> hidden [B, N, H]
-        """One forward over `tokens`, row b's first at position starts[b]. Slots from there on are overwritten."""
-        positions = starts.unsqueeze(-1) + torch.arange(tokens.shape[1], device=tokens.device)
-        self.cache.place(positions)
+    def forward(self, tokens: Tensor, starts: Sequence[int] | Tensor) -> Tensor:  # [B, N], [B] -> hidden [B, N, H]
+        """One forward over `tokens`, row b's first at position starts[b]. Slots from there on are overwritten.
+
+        `starts` as the host's numbers wait for no device; a tensor does. A start behind the written slots would
+        let the row attend to slots that hold nothing of it: an AssertionError, the alarm for a lagging cache.
+        """
+        num_tokens, starts = tokens.shape[1], _on_host(starts)
+        for row, (start, filled) in enumerate(zip(starts, self.filled or [0] * len(starts), strict=True)):
+            assert start <= filled, f"a hole in the cache: row {row} holds {filled} tokens, a forward starts at {start}"
+        self.filled = [start + num_tokens for start in starts]
+        first = torch.tensor(starts, device=tokens.device)
+        positions = first.unsqueeze(-1) + torch.arange(num_tokens, device=tokens.device)
+        self.cache.place(positions, starts)
         # A row near its context's end rides along with longer drafts: a learned table has no row for those columns.
         output = self.model.base_model(
             input_ids=tokens,
@@ -117,20 +137,42 @@ class Runner:
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def prefill(
-        self, tokens: Tensor, lengths: Tensor, chunk: int = 512
+        self, tokens: Tensor, lengths: Sequence[int] | Tensor, chunk: int = PREFILL_CHUNK
     ) -> Tensor:  # [B, P] right-padded, [B] -> [B, H]
         """Read prompts in chunks; returns the hidden state of each row's last token. The padding's slots go stale."""
-        last = lengths - 1
+        lengths = _on_host(lengths)
+        last = torch.tensor(lengths, device=tokens.device) - 1
+        self.filled = []
         result: Tensor | None = None
         for start in range(0, tokens.shape[1], chunk):
             piece = tokens[:, start : start + chunk]
-            hidden = self.forward(piece, torch.full_like(lengths, start))
+            hidden = self.forward(piece, [start] * len(lengths))
             here = (last >= start) & (last < start + piece.shape[1])
             index = (last - start).clamp(0, piece.shape[1] - 1)
             ends = hidden[torch.arange(len(lengths), device=hidden.device), index]
             result = ends if result is None else torch.where(here.unsqueeze(-1), ends, result)
         assert result is not None
+        self.filled = list(lengths)
         return result
+
+    def refill(self, rows: Sequence[int], tokens: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Give these rows of a running batch new prompts [R, P]; returns the last hidden states [R, H].
+
+        They are read in a cache of their own, so that the other rows are not computed, and then move in.
+        """
+        running, filled = self.cache, self.filled
+        self.cache = SlotCache(len(running.layers), tokens.shape[1])
+        hidden = self.prefill(tokens, lengths)
+        running.adopt(torch.tensor(rows, device=tokens.device), self.cache)
+        self.cache, self.filled = running, filled
+        for row, length in zip(rows, lengths, strict=True):
+            self.filled[row] = length
+        return hidden
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop all rows but these, in this order."""
+        self.cache.keep(torch.tensor(rows, device=self.cache.positions.device))
+        self.filled = [self.filled[row] for row in rows]
 
     def _masks(self, positions: Tensor) -> Any:
         if self.cache.exact and all(w is None or self.cache.view <= w for w in self.windows.values()):
@@ -147,6 +189,10 @@ class Runner:
         dtype = self.model.dtype
         hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=positions.device)
         return torch.where(seen, torch.zeros_like(hidden), hidden).unsqueeze(1)
+
+
+def _on_host(numbers: Sequence[int] | Tensor) -> Sequence[int]:
+    return numbers.tolist() if isinstance(numbers, Tensor) else numbers
 
 
 def _windows(config: Any) -> dict[str, int | None]:

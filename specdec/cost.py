@@ -5,9 +5,11 @@ context, dtype and threads. Predicted speedup = tau / (K c + v(K+1) + h). The te
 theorem 3.8) assumes v = 1 and h = 0.
 """
 
+import itertools
+import operator
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,12 +65,16 @@ def _step(model: LanguageModel, vocab_size: int, num_tokens: int, context: int) 
     return step
 
 
-def accepted_length(acceptance: float, draft_length: int) -> float:
-    """tau = (1 - alpha^(K+1)) / (1 - alpha): tokens a round emits when each draft is accepted with chance alpha."""
-    return float(sum(acceptance**k for k in range(draft_length + 1)))
+def accepted_length(acceptance: float | Sequence[float], draft_length: int) -> float:
+    """tau = 1 + a_1 + a_1 a_2 + ...: tokens a round emits when draft k is accepted with chance a_k behind the others.
+
+    One number stands for every position: (1 - alpha^(K+1)) / (1 - alpha), 2211.17192, eq. 1.
+    """
+    chances = [acceptance] * draft_length if isinstance(acceptance, int | float) else acceptance[:draft_length]
+    return float(1.0 + sum(itertools.accumulate(chances, operator.mul)))
 
 
-def predicted_speedup(cost: Mapping[str, Any], acceptance: float, draft_length: int) -> float:
+def predicted_speedup(cost: Mapping[str, Any], acceptance: float | Sequence[float], draft_length: int) -> float:
     """tau / (K c + v(K+1) + h); exactly 1 at K = 0, which is plain decoding."""
     if draft_length == 0:
         return 1.0

@@ -1,19 +1,31 @@
 """Draft length policies: how many tokens a round drafts. A policy is one small class and a line in `make_policy`."""
 
-from dataclasses import dataclass
-from typing import Protocol
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from specdec.cost import predicted_speedup
 from specdec.errors import UserError
 
 MAX_AUTO_LENGTH = 6
+NAMED = ("auto", "confidence", "entropy", "history", "cost")
+Reads = Literal["nothing", "chain", "entropy"]
 
 
 class LengthPolicy(Protocol):
-    """Decides, row by row, whether to draft one more token. It must not drop a token already drafted: whether a
-    drawn token is proposed may not depend on which token it is, or the output's law would change."""
+    """Decides, row by row, how much to draft.
+
+    1. `lengths` before a round: at most how many tokens each row drafts; 0 is plain decoding.
+    2. `go_on` inside it, after each drafted token. It must not drop a token already drafted: whether a drawn token is
+       proposed may not depend on which token it is, or the output's law would change.
+    3. `observe` after it. A row's decisions may rest on that row's own past alone, so that its answer does not
+       depend on its batch mates.
+    """
 
     @property
     def max_length(self) -> int:
@@ -21,12 +33,24 @@ class LengthPolicy(Protocol):
         ...
 
     @property
-    def needs_confidence(self) -> bool:
-        """Whether `go_on` reads the chain at T=0, where it costs a softmax."""
+    def reads(self) -> Reads:
+        """What `go_on` is given: nothing, the chain's probability, or the entropy of the last token's q."""
         ...
 
-    def go_on(self, chain: Tensor) -> Tensor:  # [B] product of the drafted tokens' q -> [B] bool
+    def start(self) -> None:
+        """Forget the rows of the call before."""
+        ...
+
+    def lengths(self, rows: Sequence[int]) -> list[int]:
+        """For each row (by its request's number): at most this many drafts in the round to come."""
+        ...
+
+    def go_on(self, signal: Tensor) -> Tensor:  # [B] what it reads -> [B] bool
         """True where one more token is worth drafting."""
+        ...
+
+    def observe(self, row: int, num_drafts: int, num_accepted: int) -> None:
+        """What became of a row's round."""
         ...
 
 
@@ -35,37 +59,220 @@ class Fixed:
     """Always K tokens."""
 
     max_length: int
-    needs_confidence: bool = False
+    reads: Reads = "nothing"
 
-    def go_on(self, chain: Tensor) -> Tensor:
-        return torch.ones_like(chain, dtype=torch.bool)
+    def start(self) -> None:
+        """Nothing is kept."""
+
+    def lengths(self, rows: Sequence[int]) -> list[int]:
+        return [self.max_length] * len(rows)
+
+    def go_on(self, signal: Tensor) -> Tensor:
+        return torch.ones_like(signal, dtype=torch.bool)
+
+    def observe(self, row: int, num_drafts: int, num_accepted: int) -> None:
+        """Nothing is learned."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Confidence:
+class Confidence(Fixed):
     """Draft on while the chance that the whole chain so far is accepted, as the draft sees it, is above a threshold."""
 
-    max_length: int
     threshold: float
-    needs_confidence: bool = True
+    reads: Reads = "chain"
 
-    def go_on(self, chain: Tensor) -> Tensor:
-        return chain > self.threshold
+    def go_on(self, signal: Tensor) -> Tensor:
+        return signal > self.threshold
 
 
-def make_policy(draft_length: int | str, *, threshold: float = 0.3) -> LengthPolicy:
-    """`auto` -> confidence stop; a number -> that fixed length. Raises UserError for anything else."""
-    if draft_length == "auto":
+@dataclass(frozen=True, kw_only=True)
+class EntropyBound(Fixed):
+    """Draft on while 1 - sqrt(gamma H(q)) >= threshold: a lower bound on acceptance (AdaEDL, 2410.18351, eq. 6).
+
+    H in nats, at the token just drafted; threshold and gamma stay as given, where the paper adapts the threshold.
+    """
+
+    threshold: float = 0.3
+    gamma: float = 0.2
+    reads: Reads = "entropy"
+
+    def go_on(self, signal: Tensor) -> Tensor:
+        return 1 - (self.gamma * signal).clamp(min=0).sqrt() >= self.threshold
+
+
+@dataclass(kw_only=True)
+class History:
+    """Two more after a round accepted in full, one fewer after any other, at least 1 (transformers' heuristic)."""
+
+    max_length: int
+    first: int = 3
+    reads: Reads = "nothing"
+    _now: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
+
+    def start(self) -> None:
+        self._now.clear()
+
+    def lengths(self, rows: Sequence[int]) -> list[int]:
+        return [min(self._now.get(row, self.first), self.max_length) for row in rows]
+
+    def go_on(self, signal: Tensor) -> Tensor:
+        return torch.ones_like(signal, dtype=torch.bool)
+
+    def observe(self, row: int, num_drafts: int, num_accepted: int) -> None:
+        if num_drafts:
+            now = self._now.get(row, self.first)
+            full = num_accepted == num_drafts
+            self._now[row] = min(now + 2, self.max_length) if full else max(now - 1, 1)
+
+
+@dataclass(kw_only=True)
+class _Estimates:
+    """What a row has seen: judged and accepted drafts by position, and where the policy stands."""
+
+    judged: list[float]
+    accepted: list[float]
+    length: int
+    idle: int = 0
+    """Rounds since the last draft."""
+    wait: int = 0
+    """Rounds without drafts before the next probe; 0 while drafting."""
+
+
+@dataclass(kw_only=True)
+class CostOptimal:
+    """The K with the best predicted speedup: acceptance estimated online by position, costs measured beforehand.
+
+    Estimates are counts that fade, on top of a prior. K changes only for a gain above `margin`, so that it cannot
+    flip-flop; at K = 0 the row decodes plainly and probes with one draft after `PROBE` rounds, then ever more rarely.
+    Inside a round it stops like `Confidence` where `threshold` is above 0.
+    """
+
+    cost: Mapping[str, Any]
+    """c, v and h of `specdec.cost.measure`, for the batch size that is served."""
+    max_length: int
+    prior: float = 0.6
+    """Acceptance before anything is known."""
+    prior_weight: float = 2.0
+    """Drafts that the prior counts for."""
+    threshold: float = 0.0
+    """Chain probability below which a round stops drafting."""
+    keep: bool = False
+    """Whether a call starts from what the calls before it saw, rather than from the prior."""
+    reads: Reads = "nothing"
+    _rows: dict[int, _Estimates] = field(default_factory=dict, repr=False, compare=False)
+    _seen: _Estimates | None = field(default=None, repr=False, compare=False)
+
+    PROBE = 8
+    FADE = 0.95
+    MARGIN = 0.02
+
+    def __post_init__(self) -> None:
+        self.max_length = min(self.max_length, len(self.cost["v"]) - 1)
+        self.reads = "chain" if self.threshold > 0 else "nothing"
+
+    def start(self) -> None:
+        if self.keep and self._rows:
+            rows = self._rows.values()
+            self._seen = _Estimates(
+                judged=[sum(column) for column in zip(*(r.judged for r in rows), strict=True)],
+                accepted=[sum(column) for column in zip(*(r.accepted for r in rows), strict=True)],
+                length=self.max_length,
+            )
+        self._rows.clear()
+
+    def lengths(self, rows: Sequence[int]) -> list[int]:
+        return [self._length(self._row(row)) for row in rows]
+
+    def go_on(self, signal: Tensor) -> Tensor:
+        return signal > self.threshold if self.threshold > 0 else torch.ones_like(signal, dtype=torch.bool)
+
+    def observe(self, row: int, num_drafts: int, num_accepted: int) -> None:
+        now = self._row(row)
+        if not num_drafts:
+            now.idle += 1
+            return
+        for k in range(min(num_accepted + 1, num_drafts)):  # the position of the first rejection is judged, too
+            now.judged[k] = now.judged[k] * self.FADE + 1
+            now.accepted[k] = now.accepted[k] * self.FADE + (k < num_accepted)
+        self._choose(now)
+
+    def _length(self, now: _Estimates) -> int:
+        if now.length == 0 and now.idle >= now.wait:
+            return 1
+        return now.length
+
+    def _choose(self, now: _Estimates) -> None:
+        gains = self._gains(self._estimate(now))
+        best = max(range(len(gains)), key=gains.__getitem__)
+        probing = now.length == 0
+        if gains[best] > gains[now.length] * (1 + self.MARGIN):
+            now.length = best
+        if now.length == 0:
+            now.wait = min(2 * now.wait, 64) if probing else self.PROBE
+        now.idle = 0
+
+    def _estimate(self, now: _Estimates) -> list[float]:
+        """Conditional acceptance by position. What was not judged follows the position before it."""
+        level, found = self.prior, []
+        for judged, accepted in zip(now.judged, now.accepted, strict=True):
+            level = (accepted + self.prior_weight * level) / (judged + self.prior_weight)
+            found.append(level)
+        return found
+
+    def _gains(self, acceptance: Sequence[float]) -> list[float]:
+        return [predicted_speedup(self.cost, acceptance, k) for k in range(self.max_length + 1)]
+
+    def _row(self, row: int) -> _Estimates:
+        if row not in self._rows:
+            none = [0.0] * self.max_length
+            fresh = _Estimates(judged=list(none), accepted=list(none), length=0)
+            if self._seen is not None:
+                # Earlier calls weigh as much as a short answer: enough to start well, not to drown what comes.
+                weight = 10 / max(self._seen.judged[0], 10) if self._seen.judged else 1.0
+                fresh.judged = [n * weight for n in self._seen.judged]
+                fresh.accepted = [n * weight for n in self._seen.accepted]
+            gains = self._gains(self._estimate(fresh))
+            fresh.length = max(range(len(gains)), key=gains.__getitem__)
+            fresh.wait = 0 if fresh.length else self.PROBE
+            self._rows[row] = fresh
+        return self._rows[row]
+
+
+def make_policy(
+    draft_length: int | str, *, threshold: float = 0.3, cost: Mapping[str, Any] | None = None
+) -> LengthPolicy:
+    """A number -> that fixed length; a name of `NAMED` -> that policy. `auto` is the confidence stop.
+
+    `threshold` is the confidence stop's; `cost` (`specdec.cost.measure`) is needed by `cost` alone.
+    Raises UserError for anything else.
+    """
+    if draft_length in ("auto", "confidence"):
         return Confidence(max_length=MAX_AUTO_LENGTH, threshold=threshold)
+    if draft_length == "entropy":
+        return EntropyBound(max_length=MAX_AUTO_LENGTH)
+    if draft_length == "history":
+        return History(max_length=MAX_AUTO_LENGTH)
+    if draft_length == "cost" and cost is not None:
+        return CostOptimal(cost=cost, max_length=MAX_AUTO_LENGTH)
     if isinstance(draft_length, int) and not isinstance(draft_length, bool) and draft_length >= 0:
         return Fixed(max_length=draft_length)
     raise UserError(
-        "draft_length is out of range", got=draft_length, expected="auto, or a whole number from 0"
+        "draft_length is out of range",
+        got=draft_length,
+        expected=f"{', '.join(NAMED)}, or a whole number from 0",
+        fix="measure the pair's costs first (draftsmith cost)" if draft_length == "cost" else None,
     )
 
 
 def describe(policy: LengthPolicy) -> str:
     """A policy in words, for reports."""
-    if isinstance(policy, Confidence):
-        return f"up to {policy.max_length}, while the draft gives its own chain more than {policy.threshold:.3f}"
+    match policy:
+        case Confidence():
+            return f"up to {policy.max_length}, while the draft gives its own chain more than {policy.threshold:.3f}"
+        case EntropyBound():
+            return f"up to {policy.max_length}, while 1 - sqrt({policy.gamma:g} H(q)) is at least {policy.threshold:g}"
+        case History():
+            return f"up to {policy.max_length}: two more after a full round, one fewer after any other"
+        case CostOptimal():
+            return f"up to {policy.max_length}, as acceptance so far and measured costs make it pay"
     return f"always {policy.max_length}"

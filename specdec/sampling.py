@@ -5,6 +5,7 @@ Letters: B rows, V vocabulary.
 
 from dataclasses import dataclass
 from enum import IntEnum
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -27,6 +28,16 @@ class Sampling:
     """Keep the smallest set whose mass reaches p (nucleus)."""
     min_p: float = 0.0
     """Drop tokens below min_p times the largest probability."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in prompt or answer are divided by it where positive, multiplied where negative (1909.05858)."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logits of tokens in the answer."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time it is in the answer."""
+    banned: tuple[int, ...] = ()
+    """Ids that are never emitted."""
+    min_new_tokens: int = 0
+    """No id that ends an answer before this many tokens."""
 
     def __post_init__(self) -> None:
         rules = (
@@ -34,6 +45,11 @@ class Sampling:
             ("top_k", self.top_k, self.top_k >= 0, "0 (off) or more"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "above 0"),
+            ("presence_penalty", self.presence_penalty, isfinite(self.presence_penalty), "a finite number"),
+            ("frequency_penalty", self.frequency_penalty, isfinite(self.frequency_penalty), "a finite number"),
+            ("banned", self.banned, all(i >= 0 for i in self.banned), "token ids, 0 or more"),
+            ("min_new_tokens", self.min_new_tokens, self.min_new_tokens >= 0, "0 or more"),
         )
         for name, value, holds, expected in rules:
             if not holds:
@@ -43,16 +59,33 @@ class Sampling:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits change before the warp, by what stands before them (see `specdec.prefix`)."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or bool(self.banned)
+            or self.min_new_tokens > 0
+        )
+
+
+def at_least_fp32(logits: Tensor) -> torch.dtype:
+    """The type that distributions of these logits are computed in."""
+    return torch.promote_types(logits.dtype, torch.float32)
+
 
 def warp(logits: Tensor, sampling: Sampling) -> Tensor:  # [..., V] -> [..., V]
-    """Logits -> the distribution tokens are drawn from, fp32. T=0 gives the one-hot of the argmax.
+    """Logits -> the distribution tokens are drawn from, fp32 (fp64 stays). T=0 gives the one-hot of the argmax.
 
-    Order: temperature, top-k, top-p, min-p, as transformers applies them.
+    Penalties and bans come before it (`specdec.prefix.adjust`). Order here: temperature, top-k, top-p, min-p, as
+    transformers applies them.
     """
     if sampling.greedy:
         ids = logits.argmax(dim=-1, keepdim=True)
-        return torch.zeros(logits.shape, dtype=torch.float32, device=logits.device).scatter_(-1, ids, 1.0)
-    scaled = logits.float() / sampling.temperature
+        return torch.zeros(logits.shape, dtype=at_least_fp32(logits), device=logits.device).scatter_(-1, ids, 1.0)
+    scaled = logits.to(at_least_fp32(logits)) / sampling.temperature
     if 0 < sampling.top_k < scaled.shape[-1]:
         floor = scaled.topk(sampling.top_k, dim=-1).values[..., -1:]
         scaled = scaled.masked_fill(scaled < floor, float("-inf"))
@@ -95,6 +128,13 @@ def uniform(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
     first, second = _mix(state), _mix(state ^ 0x5BD1E995)
     bits = ((first << 21) ^ second) & ((1 << 53) - 1)
     return bits.double() * 2.0**-53
+
+
+def of_round(seeds: Tensor, starts: Tensor) -> Tensor:  # [B], [B] -> [B]
+    """The stream of the round that starts at a row's position: what one round drew, no other draws again."""
+    low, high = seeds & _MASK32, (seeds >> 32) & _MASK32
+    mark = _mix(starts & _MASK32 ^ 0x2545F491)
+    return ((_mix(high ^ mark) << 32) | _mix(_mix(low) ^ mark)) ^ (starts << 1)
 
 
 def draw(probs: Tensor, u: Tensor) -> Tensor:  # [..., V] weights >= 0, [...] in [0, 1) -> [...] ids

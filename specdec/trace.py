@@ -5,18 +5,42 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One round of a batch: seconds by part, and how large it was."""
+
+    num_rows: int
+    """Rows that were decoded, finished ones that rode along included."""
+    num_columns: int
+    """Tokens a row in the target forward: the most drafts of any row, and one."""
+    draft_s: float
+    """Proposing."""
+    verify_s: float
+    """The target forward."""
+    host_s: float
+    """Verification rule, trimming and bookkeeping."""
+
+
 @dataclass(kw_only=True)
 class Times:
     """Wall-clock seconds of one decode call (all rows together)."""
 
     prefill_s: float = 0.0
     """Reading the prompts and drawing the first token."""
-    draft_s: float = 0.0
-    """Proposing."""
-    verify_s: float = 0.0
-    """Target forwards after the prefill."""
-    host_s: float = 0.0
-    """Verification rule, trimming and bookkeeping."""
+    rounds: list[Round] = field(default_factory=list)
+    """Every round after it."""
+
+    @property
+    def draft_s(self) -> float:
+        return sum(r.draft_s for r in self.rounds)
+
+    @property
+    def verify_s(self) -> float:
+        return sum(r.verify_s for r in self.rounds)
+
+    @property
+    def host_s(self) -> float:
+        return sum(r.host_s for r in self.rounds)
 
     @property
     def decode_s(self) -> float:
@@ -40,20 +64,33 @@ class Trace:
     num_emitted: list[int] = field(default_factory=list)
     """Tokens kept of each round, after trimming at EOS, stop or the limit."""
 
+    @property
+    def num_trimmed(self) -> int:
+        """Tokens that the last round made beyond the end of the answer; `trimmed_by` says what ended it."""
+        return sum(self.num_accepted) + len(self.num_accepted) - sum(self.num_emitted)
+
+    @property
+    def trimmed_by(self) -> str:
+        """What cut the last round short: eos, stop or length; empty where nothing was cut."""
+        return self.finish if self.num_trimmed else ""
+
     def check(self) -> None:
         """The counters' invariants; an AssertionError here is a fault of the decoder."""
         assert len(self.num_drafts) == len(self.num_accepted) == len(self.num_emitted)
-        for drafts, accepted, emitted in zip(
-            self.num_drafts, self.num_accepted, self.num_emitted, strict=True
-        ):
+        rounds = list(zip(self.num_drafts, self.num_accepted, self.num_emitted, strict=True))
+        for drafts, accepted, emitted in rounds:
             assert 0 <= accepted <= drafts and 1 <= emitted <= accepted + 1, (drafts, accepted, emitted)
+        for _, accepted, emitted in rounds[:-1]:
+            assert emitted == accepted + 1, "only the last round is trimmed"
         assert sum(self.num_emitted) == len(self.tokens) - 1
+        assert self.finish != "length" or not self.num_trimmed, "nothing is drafted beyond the limit"
 
     def record(self) -> dict[str, Any]:
         """As JSON for a report."""
         return {
             "tokens": self.tokens,
             "finish": self.finish,
+            "trimmed_by": self.trimmed_by,
             "num_drafts": self.num_drafts,
             "num_accepted": self.num_accepted,
             "num_emitted": self.num_emitted,

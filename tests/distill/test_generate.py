@@ -90,24 +90,26 @@ def test_finished_shards_are_never_made_again(
     run_dir = tmp_path / "run"
     job = make_job(tiny_target_dir, prompts, run_dir)
     made: list[int] = []
-    whole = module.answer_shard
+    whole = module.write_shard
 
-    def fragile(*args: Any, **kwargs: Any) -> Any:
-        made.append(1)
+    def fragile(folder: Any, number: int, *rest: Any) -> Any:
+        made.append(number)
         if len(made) == 3:
             raise KeyboardInterrupt
-        return whole(*args, **kwargs)
+        return whole(folder, number, *rest)
 
-    monkeypatch.setattr(module, "answer_shard", fragile)
+    monkeypatch.setattr(module, "write_shard", fragile)
     with pytest.raises(KeyboardInterrupt):
         Answers(job).make(lambda: target)
     kept = {path: path.stat().st_mtime_ns for path in (run_dir / "responses").iterdir()}
     assert len(kept) == 2
-    captured_path(run_dir, 1).unlink()  # half a shard is no shard
+    captured_path(run_dir, made[1]).unlink()  # half a shard is no shard
     answers = Answers(job)
     assert answers.make(lambda: target) == "done"
     assert len(made) == 3 + len(answers.shards) - 1
-    assert responses_path(run_dir, 0).stat().st_mtime_ns == kept[responses_path(run_dir, 0)]
+    assert made[0] not in made[1:]
+    whole_one = responses_path(run_dir, made[0])
+    assert whole_one.stat().st_mtime_ns == kept[whole_one]
     assert Answers(job).make(lambda: pytest.fail("the target is not needed")) == "skipped, done"
     make(make_job(tiny_target_dir, prompts, tmp_path / "other"), target)
     assert answer_map(run_dir) == answer_map(tmp_path / "other")

@@ -22,6 +22,7 @@ from specdec.trace import Trace
 
 VOCAB = 64
 LOOKUP = "lookup"
+COST = {"c": 0.1, "v": {str(n): 1 + 0.05 * (n - 1) for n in range(1, 10)}, "h": 0.02}
 
 
 def as_language_model(model: Any, tokenizer: Any, **more: Any) -> LanguageModel:
@@ -122,9 +123,9 @@ def decode_all(
     traces: list[Trace] = []
     for start in range(0, len(requests), batch_size):
         batch = requests[start : start + batch_size]
-        policy, proposer = make_policy(length, threshold=threshold), None
+        policy, proposer = make_policy(length, threshold=threshold, cost=COST), None
         if draft == LOOKUP:
-            proposer = PromptLookup(max_length=policy.max_length, device=target.device)
+            proposer = PromptLookup(policy=policy, device=target.device)
         elif isinstance(draft, LanguageModel):
             slots = slots_needed(batch, limits, policy.max_length)
             proposer = DraftModel(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -75,16 +76,22 @@ def test_plain_decoding_is_the_same_in_any_batch(
     assert tokens(decode(target, prompts, batch_size=batch_size)) == tokens(plain)
 
 
+@pytest.mark.parametrize("draft", [None, "near", "self"])
 def test_observer_sees_the_logits_of_every_emitted_token(
-    target: LanguageModel, prompts: Prompts, decode: Decode, common_ids: list[int]
+    target: LanguageModel,
+    drafts: dict[str, LanguageModel],
+    prompts: Prompts,
+    decode: Decode,
+    common_ids: list[int],
+    draft: str | None,
 ) -> None:
     seen: dict[int, list[Tensor]] = {}
 
-    def observe(indices: list[int], logits: Tensor) -> None:
-        for index, row in zip(indices, logits, strict=True):
-            seen.setdefault(index, []).append(row.clone())
+    def observe(indices: list[int], logits: Tensor, counts: list[int]) -> None:
+        for index, row, count in zip(indices, logits, counts, strict=True):
+            seen.setdefault(index, []).extend(row[:count].clone())
 
-    traces = decode(target, prompts[:8], eos_ids=common_ids, observer=observe)
+    traces = decode(target, prompts[:8], eos_ids=common_ids, observer=observe, draft=draft and drafts[draft])
     for index, trace in enumerate(traces):
         with torch.no_grad():
             fresh = target.model(torch.tensor([prompts[index] + trace.tokens[:-1]]), use_cache=False).logits[
@@ -423,3 +430,104 @@ def test_one_token_prompts_decode(
 ) -> None:
     rows = [[5], [6], [9]]
     assert tokens(decode(target, rows, draft=drafts["near"])) == tokens(decode(target, rows))
+
+
+# Rows that finish and are replaced
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 16])
+@pytest.mark.parametrize("name", [None, "near", "self", "short", "lookup"])
+@pytest.mark.parametrize("sampling", [Sampling(), WARM], ids=["greedy", "sampled"])
+def test_a_row_does_not_know_whose_place_it_takes(
+    target: LanguageModel,
+    drafts: dict[str, LanguageModel],
+    prompts: Prompts,
+    decode: Decode,
+    common_ids: list[int],
+    sampling: Sampling,
+    name: str | None,
+    max_rows: int,
+) -> None:
+    """40 requests through a few places; ends differ, so that places are refilled at different times."""
+    more = {"draft": name and pick(drafts, name), "sampling": sampling, "eos_ids": common_ids}
+    want = decode(target, prompts, batch_size=40, **more)
+    got = decode(target, prompts, batch_size=40, max_rows=max_rows, **more)
+    assert tokens(got) == tokens(want)
+    assert [t.num_accepted for t in got] == [t.num_accepted for t in want]
+    assert len({len(t.tokens) for t in got}) > 3
+
+
+def test_answers_come_as_they_end(target: LanguageModel, prompts: Prompts, common_ids: list[int]) -> None:
+    limits = Limits(max_new_tokens=20, eos_ids=frozenset(common_ids))
+    decoder = Decoder(
+        target, [Request(prompt_ids=p) for p in prompts], limits=limits, sampling=Sampling(), max_rows=4
+    )
+    told = [index for index, trace in decoder.finished() if trace.finish]
+    assert sorted(told) == list(range(40)) and told != sorted(told)
+    assert not torch.is_inference_mode_enabled()
+    assert all(r.num_rows <= 4 for r in decoder.times.rounds)
+    # A batch that waited for its longest answer would take more rounds.
+    waits = sum(max(len(t.num_emitted) for t in decoder.traces[i : i + 4]) for i in range(0, 40, 4))
+    assert len(decoder.times.rounds) < 0.9 * waits
+
+
+def test_a_request_that_ends_at_once_frees_its_place(target: LanguageModel, prompts: Prompts, decode: Decode) -> None:
+    rows = prompts[:10]
+    assert [len(t.tokens) for t in decode(target, rows, max_new_tokens=1, batch_size=10, max_rows=2)] == [1] * 10
+
+
+# The other rule, and settings that look at what stands before
+
+
+@pytest.mark.parametrize("name", ["near", "short", "random", "lookup"])
+def test_block_verification_keeps_the_law_and_accepts_no_less(
+    target: LanguageModel,
+    drafts: dict[str, LanguageModel],
+    decode: Decode,
+    g_test: Callable[[Tensor, Tensor], float],
+    law: tuple[list[int], Sampling, Tensor],
+    name: str,
+) -> None:
+    prompt, sampling, joint = law
+    rate = {}
+    for rule in ("token", "block"):
+        traces = decode(
+            target, [prompt] * 4000, draft=pick(drafts, name), length=3, sampling=sampling, max_new_tokens=5,
+            batch_size=4000, rule=rule,
+        )  # fmt: skip
+        first, second, third = torch.tensor([t.tokens[:3] for t in traces]).T
+        vocab = target.vocab_size
+        assert g_test((first * vocab + second) * vocab + third, joint) > 1e-3
+        rate[rule] = acceptance(traces)
+    assert rate["block"] > rate["token"] - 0.01
+
+
+PENALISED = Sampling(
+    repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, banned=(7, 12), min_new_tokens=6
+)
+
+
+@pytest.mark.parametrize("name", ["near", "self", "short", "lookup"])
+@pytest.mark.parametrize("warm", [False, True], ids=["greedy", "sampled"])
+def test_penalties_look_at_each_positions_own_prefix(
+    target: LanguageModel,
+    drafts: dict[str, LanguageModel],
+    prompts: Prompts,
+    plain: list[Trace],
+    decode: Decode,
+    common_ids: list[int],
+    name: str,
+    warm: bool,
+) -> None:
+    """Greedy: the text of plain decoding, which itself differs from the unpenalised one. Self-acceptance stays 1."""
+    sampling = replace(PENALISED, temperature=0.8) if warm else PENALISED
+    more = {"sampling": sampling, "eos_ids": common_ids}
+    want = decode(target, prompts, **more)
+    got = decode(target, prompts, draft=pick(drafts, name), **more)
+    if not warm:
+        assert tokens(got) == tokens(want)
+        assert sum(a.tokens != b.tokens[: len(a.tokens)] for a, b in zip(want, plain, strict=True)) > 20
+    for trace in [*want, *got]:
+        assert not {7, 12} & set(trace.tokens) and len(trace.tokens) >= 6
+    if name == "self":
+        assert acceptance(got) == 1.0

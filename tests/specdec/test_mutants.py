@@ -15,7 +15,7 @@ from specdec.pair import LanguageModel
 from specdec.propose import DraftModel
 from specdec.sampling import Purpose, Sampling, draw, uniform, warp
 from specdec.trace import Trace
-from specdec.verify import Proposal, token_rule
+from specdec.verify import RULES, Proposal, block_rule, token_rule
 
 Rule = Callable[[Tensor, Proposal, Tensor, Tensor], tuple[Tensor, Tensor]]
 GTest = Callable[[Tensor, Tensor], float]
@@ -193,7 +193,7 @@ def two_tokens(
 
     for seeds in torch.arange(rows).split(4000):
         first, second, accepted = one_round(torch.zeros_like(seeds), seeds, 0)
-        another, _, _ = one_round(first, seeds, 1)
+        another, _, _ = one_round(first, seeds + 10**7, 1)  # a round's numbers are its own
         outcomes.append(first * vocab + torch.where(accepted > 0, second, another))
     return torch.cat(outcomes)
 
@@ -206,9 +206,38 @@ def chain(vocab: int = 8) -> tuple[Tensor, Tensor, Tensor]:
     return p, q, p[0].double().unsqueeze(1) * p.double()
 
 
-def test_the_joint_law_of_two_tokens(g_test: GTest) -> None:
+@pytest.mark.parametrize("rule", [token_rule, block_rule])
+def test_the_joint_law_of_two_tokens(g_test: GTest, rule: Rule) -> None:
     p, q, law = chain()
-    assert g_test(two_tokens(token_rule, p, q), law) > RIGHT
+    assert g_test(two_tokens(rule, p, q), law) > RIGHT
+
+
+def without_q(p: Tensor, proposal: Proposal, u_accept: Tensor, u_next: Tensor) -> tuple[Tensor, Tensor]:
+    """Block verification that takes sampled drafts for one-hot ones."""
+    return block_rule(p, replace(proposal, probs=None), u_accept, u_next)
+
+
+def token_chance(p: Tensor, proposal: Proposal, u_accept: Tensor, u_next: Tensor) -> tuple[Tensor, Tensor]:
+    """Block verification's residual behind the token rule's acceptance."""
+    accepted, _ = token_rule(p, proposal, u_accept, u_next)
+    never = torch.full_like(u_accept, 2.0)
+    columns = torch.arange(u_accept.shape[1]) + 1 == accepted.unsqueeze(1)
+    return accepted, block_rule(p, proposal, torch.where(columns, -1.0, never), u_next)[1]
+
+
+def longest_ratio(p: Tensor, proposal: Proposal, u_accept: Tensor, u_next: Tensor) -> tuple[Tensor, Tensor]:
+    """Block verification with the ratio of the whole block, not cut at 1 on the way, and the token rule's residual."""
+    assert proposal.probs is not None
+    ids = proposal.tokens.unsqueeze(-1)
+    ratio = (p[:, :-1].gather(-1, ids) / proposal.probs.gather(-1, ids)).squeeze(-1).cumprod(dim=1)
+    accepted = (torch.arange(1, ids.shape[1] + 1) * (u_accept < ratio)).amax(dim=1)
+    return accepted, next_token(p, proposal, accepted, u_next)
+
+
+@pytest.mark.parametrize("rule", [without_q, token_chance, longest_ratio])
+def test_g_test_notices_a_broken_block_rule(g_test: GTest, rule: Rule) -> None:
+    p, q, law = chain()
+    assert g_test(two_tokens(rule, p, q, rows=60_000), law) < WRONG
 
 
 @pytest.mark.parametrize("rule", BROKEN)
@@ -243,21 +272,19 @@ def reported(change: Callable[[Tensor, DraftModel], Tensor]) -> Callable[..., An
     honest = DraftModel._pick
 
     def pick(self: DraftModel, logits: Tensor, seeds: Tensor, positions: Tensor) -> Any:
-        token, _, confidence = honest(self, logits, seeds, positions)
-        return token, self.head.widen(change(logits, self)), confidence
+        token, _ = honest(self, logits, seeds, positions)
+        return token, self.head.widen(change(logits, self))
 
     return pick
 
 
 def greedy_pick(self: DraftModel, logits: Tensor, seeds: Tensor, positions: Tensor) -> Any:
     q = self.head.widen(warp(logits, self.sampling))
-    token = q.argmax(dim=-1)
-    return token, q, q.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+    return q.argmax(dim=-1), q
 
 
 def one_hot_pick(self: DraftModel, logits: Tensor, seeds: Tensor, positions: Tensor) -> Any:
-    token, _, confidence = greedy_pick(self, logits, seeds, positions)
-    return token, None, confidence
+    return greedy_pick(self, logits, seeds, positions)[0], None
 
 
 def where_drafted(rule: Rule) -> Rule:
@@ -272,9 +299,9 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     ),
     "q not warped": (DraftModel, "_pick", reported(lambda logits, self: logits.softmax(dim=-1))),
     "greedy draft, soft q": (DraftModel, "_pick", greedy_pick),
-    "swapped": ("specdec.decoder.token_rule", "", where_drafted(swapped)),
-    "residual re-warped": ("specdec.decoder.token_rule", "", where_drafted(rewarped)),
-    "no residual": ("specdec.decoder.token_rule", "", where_drafted(no_residual)),
+    "swapped": (RULES, "token", where_drafted(swapped)),
+    "residual re-warped": (RULES, "token", where_drafted(rewarped)),
+    "no residual": (RULES, "token", where_drafted(no_residual)),
     "target not warped": ("specdec.decoder.warp", "", lambda logits, sampling: logits.softmax(dim=-1)),
 }  # fmt: skip
 
@@ -306,12 +333,14 @@ def test_the_decoders_law_notices(
     fault: str,
 ) -> None:
     owner, name, value = FAULTS[fault]
-    if name:
+    if owner is RULES:
+        monkeypatch.setitem(RULES, name, value)
+    elif name:
         monkeypatch.setattr(owner, name, value)
     else:
         monkeypatch.setattr(owner, value)
     draft = drafts[
-        "random" if owner == "specdec.decoder.token_rule" else "near"
+        "random" if owner is RULES else "near"
     ]  # many rejections, or many drafts
     assert decoded_p_value(target, draft, decode, g_test, law) < WRONG
 
