@@ -85,7 +85,8 @@ def evaluate(job: EvalJob, target: LanguageModel | None = None) -> tuple[dict[st
     folder.begin()
     measured = folder.measure("cost", lambda: cost.measure(target, draft, vocab_size=vocab_size))
     alpha = _last(training, "eval/greedy_agreement", ASSUMED_ACCEPTANCE)
-    policy = make_policy(job.eval.draft_length, threshold=cost.confidence_threshold(measured, alpha))
+    threshold = cost.confidence_threshold(measured, alpha)
+    policy = make_policy(job.eval.draft_length, threshold=threshold, cost=measured)
     bench = Bench(
         target=target,
         draft=draft,

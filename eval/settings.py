@@ -19,7 +19,7 @@ class EvalSection(Section):
     """Folder of the draft to score; None: the best checkpoint of the run."""
     out: Path | None = None
     """Folder of the report; None: eval/step-N in the run folder."""
-    draft_length: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
+    draft_length: Literal["auto", "confidence", "entropy", "history", "cost"] | Annotated[int, Field(ge=0)] = "auto"
     """Tokens drafted per round; "auto" follows the measured costs; 0 is plain decoding."""
     temperatures: Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(min_length=1)] = (0.0,)
     """Sampling temperatures, each scored on every prompt; 0 is greedy."""

@@ -18,7 +18,7 @@ COLOUR, PLAIN = "\033[32m", "\033[0m"
 @click.option("--draft", help="Folder of the draft; default: the best checkpoint of run.dir.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="Sampling temperature.")
 @click.option("--max-new-tokens", type=int, default=256, show_default=True, help="Tokens, at most.")
-@click.option("--draft-length", default="auto", show_default=True, help="Tokens drafted a round, or auto.")
+@click.option("--draft-length", default="auto", show_default=True, help="A number, or a policy's name.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of sampling.")
 @click.option("--compare/--no-compare", default=True, show_default=True, help="Time plain decoding too.")
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True)

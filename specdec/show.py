@@ -58,7 +58,8 @@ def show(job: DecodeJob, options: Options, write: Writer) -> str:
         raise UserError("the prompt is empty", fix="pass --prompt TEXT, or text on stdin")
     sampling = Sampling(temperature=options.temperature)
     length = _draft_length(options.draft_length)
-    make_policy(length)  # a wrong length shows before models load
+    if length != "cost":
+        make_policy(length)  # a wrong length shows before models load
     folder = draft_folder(job.run, options.draft)
     target = load_model(job.target)
     draft = load_draft(str(folder), target)
@@ -114,8 +115,9 @@ def _draft_length(text: str) -> int | str:
 
 
 def _policy(length: int | str, target: LanguageModel, draft: LanguageModel, vocab_size: int) -> LengthPolicy:
-    """`auto` follows the costs measured here and now."""
-    if length != "auto":
+    """`auto`, `confidence` and `cost` follow the costs measured here and now."""
+    if length not in ("auto", "confidence", "cost"):
         return make_policy(length)
     measured = cost.measure(target, draft, vocab_size=vocab_size)
-    return make_policy(length, threshold=cost.confidence_threshold(measured, ASSUMED_ACCEPTANCE))
+    threshold = cost.confidence_threshold(measured, ASSUMED_ACCEPTANCE)
+    return make_policy(length, threshold=threshold, cost=measured)

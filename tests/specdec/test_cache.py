@@ -76,7 +76,7 @@ def test_ragged_rounds_equal_fresh_forwards(name: str) -> None:
     for number in range(30):
         if number in (10, 20):
             kept = [2, 0, 3] if number == 10 else [2]  # another order; then one row, which writes slices
-            runner.cache.keep(torch.tensor(kept))
+            runner.keep(kept)
             rows = [rows[b] for b in kept]
         num_tokens = int(torch.randint(1, 6, (1,), generator=generator))
         tokens = some(len(rows), num_tokens)
