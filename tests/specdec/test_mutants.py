@@ -234,7 +234,13 @@ def longest_ratio(p: Tensor, proposal: Proposal, u_accept: Tensor, u_next: Tenso
     return accepted, next_token(p, proposal, accepted, u_next)
 
 
-@pytest.mark.parametrize("rule", [without_q, token_chance, longest_ratio])
+def test_a_block_judged_as_one_hot_keeps_the_law(g_test: GTest) -> None:
+    """No mutant either: it only accepts less, as with the token rule."""
+    p, q, law = chain()
+    assert g_test(two_tokens(without_q, p, q, rows=60_000), law) > RIGHT
+
+
+@pytest.mark.parametrize("rule", [token_chance, longest_ratio])
 def test_g_test_notices_a_broken_block_rule(g_test: GTest, rule: Rule) -> None:
     p, q, law = chain()
     assert g_test(two_tokens(rule, p, q, rows=60_000), law) < WRONG
