@@ -88,6 +88,7 @@ class Decoder:
         self.traces = [Trace(prompt_tokens=len(r.prompt_ids)) for r in requests]
         self.active: list[int] = []  # request index of each batch row; finished rows ride along until they are replaced
         self.waiting = deque(range(len(requests)))
+        self.ended: deque[int] = deque()  # in the order they ended, until `finished` has told them
         self.max_rows = min(max_rows or len(requests), len(requests))
         self.times = Times()
         # A token spells at least one byte, so this many tokens at the end hold a whole stop string.
@@ -101,35 +102,31 @@ class Decoder:
 
     def finished(self) -> Iterator[tuple[int, Trace]]:
         """Decode, yielding (request index, trace) as answers end."""
-        told: set[int] = set()
         if self.proposer:
             self.proposer.policy.start()
-        step = self._begin
-        while len(told) < len(self.requests):
+        step: Callable[[], None] | None = self._begin
+        while step:
             with torch.inference_mode():  # not around the yield, where it would be the caller's mode, too
-                ended = step()
-            step = self._step
-            for index in ended:
-                if index not in told:
-                    told.add(index)
-                    self.traces[index].check()
-                    yield index, self.traces[index]
+                step()
+            while self.ended:
+                index = self.ended.popleft()
+                self.traces[index].check()
+                yield index, self.traces[index]
+            step = self._step if any(not self.traces[i].finish for i in self.active) else None
 
-    def _begin(self) -> list[int]:
+    def _begin(self) -> None:
         self.active = [self.waiting.popleft() for _ in range(self.max_rows)]
         self._read(self.active, None)
-        return self._tidy()
+        self._tidy()
 
-    def _step(self) -> list[int]:
+    def _step(self) -> None:
         self._round()
-        return self._tidy()
+        self._tidy()
 
-    def _tidy(self) -> list[int]:
-        """Free the places of finished rows; returns the requests that stand finished."""
-        ended = [i for i in self.active if self.traces[i].finish]
+    def _tidy(self) -> None:
+        """Free the places of finished rows."""
         self._refill()
         self._drop_finished()
-        return ended
 
     def _refill(self) -> None:
         """Requests that wait take the places of finished rows, an eighth of the batch at a time: a prefill of few
@@ -263,6 +260,7 @@ class Decoder:
             kept += 1
             trace.finish = self._finish(index)
             if trace.finish:
+                self.ended.append(index)
                 break
         if self.streamer:
             self.streamer(index, new[:kept], min(num_accepted, kept))
