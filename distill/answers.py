@@ -11,6 +11,7 @@ from distill.generate import GenerateSection, generate, plan_tasks
 from distill.prompts import PromptsSection, load_prompts
 from distill.stages import Stages
 from distill.store import shard_is_done
+from specdec.architecture import context_length
 from specdec.files import fingerprint, write_atomic
 from specdec.pair import LanguageModel, TargetSection, identity, load_tokenizer, read_config, resolve_device
 from specdec.render import Renderer
@@ -43,9 +44,9 @@ class Answers:
         self.stages = Stages(self.run_dir)
         renderer = Renderer(load_tokenizer(job.target))
         self.splits = load_prompts(job.prompts, seed=job.run.seed)
-        context_length = int(read_config(job.target).max_position_embeddings)
+        limit = context_length(read_config(job.target))
         self.shards = plan_tasks(
-            self.splits, job.generate, renderer, context_length=context_length, seed=job.run.seed
+            self.splits, job.generate, renderer, context_length=limit, seed=job.run.seed
         )
         self.inputs = self._inputs(renderer)
 

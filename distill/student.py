@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from specdec.architecture import context_length
 from specdec.errors import UserError
 from specdec.files import atomic_dir
 from specdec.pair import HEAD_IDS_FILE, LanguageModel, TargetSection, check_pair, load_model
@@ -145,7 +146,7 @@ def _sibling(
     config = target_model.config.get_text_config()
     target = LanguageModel(
         model=target_model, tokenizer=tokenizer, vocab_size=int(config.vocab_size),
-        context_length=int(config.max_position_embeddings), eos_ids=frozenset(), fingerprint="",
+        context_length=context_length(config), eos_ids=frozenset(), fingerprint="",
     )  # fmt: skip
     check_pair(target, sibling)
     return sibling.model

@@ -24,6 +24,7 @@ from eval.settings import EvalSection
 from eval.speed import Bench, hf_baseline
 from eval.suites import Question, load_suite
 from specdec import cost, provenance
+from specdec.architecture import context_length
 from specdec.cli import progress
 from specdec.errors import UserError
 from specdec.files import read_jsonl
@@ -74,7 +75,7 @@ def evaluate(job: EvalJob, target: LanguageModel | None = None) -> tuple[dict[st
         job.eval,
         job.prompts,
         renderer,
-        context_length=int(read_config(job.target).max_position_embeddings),
+        context_length=context_length(read_config(job.target)),
         seed=job.run.seed,
     )
     folder = EvalFolder(out, _inputs(job, draft_path, questions))

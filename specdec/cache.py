@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from specdec.errors import UserError
+from specdec.architecture import context_length, refuse_unsupported, windows
 
 VIEW_STEP = 64  # attention reads whole multiples of this many slots
 PREFILL_CHUNK = 512  # tokens of a prompt read at once: bounds the memory of attention scores
@@ -106,9 +106,10 @@ class Runner:
     def __init__(self, model: PreTrainedModel, num_slots: int) -> None:
         self.model = model
         config = model.config.get_text_config()
-        self.windows = _windows(config)
-        self.last_position = config.max_position_embeddings - 1
         known = inspect.signature(model.base_model.forward).parameters
+        refuse_unsupported(config, takes_positions="position_ids" in known)
+        self.windows = windows(config)
+        self.last_position = context_length(config) - 1
         self.cache_argument = "cache" if "cache" in known else "past_key_values"  # renamed within transformers 5
         self.cache = SlotCache(config.num_hidden_layers, num_slots)
         self.filled: list[int] = []  # slots of each row that were written without a gap; empty before the first forward
@@ -193,19 +194,3 @@ class Runner:
 
 def _on_host(numbers: Sequence[int] | Tensor) -> Sequence[int]:
     return numbers.tolist() if isinstance(numbers, Tensor) else numbers
-
-
-def _windows(config: Any) -> dict[str, int | None]:
-    """Attention windows by layer kind, from the model's config; refuses state that cannot roll back."""
-    kinds = set(config.layer_types or ()) if hasattr(config, "layer_types") else set()
-    unknown = kinds - {"full_attention", "sliding_attention"}
-    if unknown or not hasattr(config, "num_attention_heads"):
-        raise UserError(
-            "this architecture keeps state that cannot roll back",
-            got=sorted(unknown) or config.model_type,
-            expected="full or sliding-window attention in every layer",
-        )
-    window = config.sliding_window if hasattr(config, "sliding_window") else None
-    if not kinds:
-        kinds = {"sliding_attention" if window else "full_attention"}
-    return {kind: (window if kind == "sliding_attention" else None) for kind in sorted(kinds)}

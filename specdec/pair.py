@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from specdec.architecture import context_length
 from specdec.errors import UserError
 from specdec.files import fingerprint
 from specdec.settings import RunSection, Section
@@ -301,7 +302,7 @@ def load_model(section: TargetSection) -> LanguageModel:
         model=model,
         tokenizer=tokenizer,
         vocab_size=int(config.vocab_size),
-        context_length=int(config.max_position_embeddings),
+        context_length=context_length(config),
         eos_ids=_eos_ids(model, tokenizer),
         fingerprint=identity(section),
         head_ids=_load_head_ids(folder, device),

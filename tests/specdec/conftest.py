@@ -11,8 +11,16 @@ import pytest
 import torch
 from scipy.stats import power_divergence
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
+from specdec.architecture import context_length
 from specdec.decoder import Decoder, Limits, Request, slots_needed
 from specdec.length import make_policy
 from specdec.pair import LanguageModel
@@ -30,7 +38,7 @@ def as_language_model(model: Any, tokenizer: Any, **more: Any) -> LanguageModel:
     config = model.config.get_text_config()
     facts = {
         "vocab_size": config.vocab_size,
-        "context_length": config.max_position_embeddings,
+        "context_length": context_length(config),
         "eos_ids": frozenset[int](),
         "fingerprint": "0" * 16,
     }
@@ -161,6 +169,22 @@ def decode() -> Decode:
 @pytest.fixture(scope="session")
 def language_model() -> Callable[..., LanguageModel]:
     return as_language_model
+
+
+@pytest.fixture(scope="session")
+def build() -> Callable[[PreTrainedConfig], PreTrainedModel]:
+    """A model of random weights from its config, the same ones each time."""
+
+    def build(config: PreTrainedConfig) -> PreTrainedModel:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config).float()
+            for name, weight in model.named_parameters():  # biases start at zero: a lost one would not show
+                if name.endswith("bias"):
+                    torch.nn.init.normal_(weight, std=0.3)
+        return model.eval()  # type: ignore[no-any-return]
+
+    return build
 
 
 @pytest.fixture(scope="session")

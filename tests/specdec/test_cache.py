@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.cache import VIEW_STEP, Runner
-from specdec.errors import UserError
 from specdec.head import Head
 from specdec.pair import LanguageModel
 from specdec.trace import Trace
 
+Build = Callable[[hf.PretrainedConfig], PreTrainedModel]
 VOCAB = 64
 SMALL = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
@@ -39,16 +39,6 @@ HEADS = {
 }
 
 
-def build(config: hf.PretrainedConfig) -> PreTrainedModel:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = hf.AutoModelForCausalLM.from_config(config).float()
-        for name, weight in model.named_parameters():  # biases start at zero, where a lost one would not show
-            if name.endswith("bias"):
-                torch.nn.init.normal_(weight, std=0.3)
-    return model.eval()
-
-
 def fresh(model: PreTrainedModel, row: list[int]) -> Tensor:
     return model.base_model(input_ids=torch.tensor([row]), use_cache=False).last_hidden_state[0]
 
@@ -59,7 +49,7 @@ def close(got: Tensor, want: Tensor) -> None:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @torch.inference_mode()
-def test_ragged_rounds_equal_fresh_forwards(name: str) -> None:
+def test_ragged_rounds_equal_fresh_forwards(build: Build, name: str) -> None:
     """30 rounds of K+1 tokens, a random number kept, two drops of rows, past two views and many windows."""
     model, generator = build(ARCHITECTURES[name]), torch.Generator().manual_seed(1)
 
@@ -91,7 +81,7 @@ def test_ragged_rounds_equal_fresh_forwards(name: str) -> None:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @torch.inference_mode()
-def test_rollback_then_rewrite(name: str) -> None:
+def test_rollback_then_rewrite(build: Build, name: str) -> None:
     """Far back across a window, other tokens written: nothing of the first text shows."""
     model, generator = build(ARCHITECTURES[name]), torch.Generator().manual_seed(2)
     first, second = torch.randint(3, VOCAB, (2, 2, 30), generator=generator)
@@ -105,7 +95,7 @@ def test_rollback_then_rewrite(name: str) -> None:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @torch.inference_mode()
-def test_one_row_token_by_token(name: str) -> None:
+def test_one_row_token_by_token(build: Build, name: str) -> None:
     """From an empty cache to past two windows, with later slots full of another text."""
     model, generator = build(ARCHITECTURES[name]), torch.Generator().manual_seed(4)
     stale, row = torch.randint(3, VOCAB, (2, 20), generator=generator)
@@ -116,7 +106,7 @@ def test_one_row_token_by_token(name: str) -> None:
 
 
 @torch.inference_mode()
-def test_prefill_in_chunks() -> None:
+def test_prefill_in_chunks(build: Build) -> None:
     """Prompts that end in different chunks, one at a chunk's edge."""
     model, generator = build(ARCHITECTURES["mistral"]), torch.Generator().manual_seed(3)
     tokens = torch.randint(3, VOCAB, (4, 50), generator=generator)
@@ -127,7 +117,7 @@ def test_prefill_in_chunks() -> None:
 
 
 @torch.inference_mode()
-def test_the_last_slot_is_usable_and_the_next_is_refused() -> None:
+def test_the_last_slot_is_usable_and_the_next_is_refused(build: Build) -> None:
     model = build(ARCHITECTURES["llama"])
     runner = Runner(model, num_slots=6)
     row = [5, 6, 7, 8, 9, 10]
@@ -138,7 +128,9 @@ def test_the_last_slot_is_usable_and_the_next_is_refused() -> None:
 
 @pytest.mark.parametrize("name", HEADS)
 @torch.inference_mode()
-def test_head_gives_the_models_own_logits(name: str, language_model: Callable[..., LanguageModel]) -> None:
+def test_head_gives_the_models_own_logits(
+    build: Build, name: str, language_model: Callable[..., LanguageModel]
+) -> None:
     model = build(HEADS[name])
     ids = torch.arange(3, 23).unsqueeze(0)
     want = model(ids, use_cache=False).logits[0]
@@ -163,6 +155,7 @@ def test_head_gives_the_models_own_logits(name: str, language_model: Callable[..
     ids=["gpt2", "opt"],
 )
 def test_learned_positions_end_with_the_context(
+    build: Build,
     config: hf.PretrainedConfig,
     language_model: Callable[..., LanguageModel],
     decode: Callable[..., list[Trace]],
@@ -177,20 +170,3 @@ def test_learned_positions_end_with_the_context(
         assert [t.tokens for t in decode(target, rows, draft=draft, max_new_tokens=30)] == [
             t.tokens for t in plain
         ]
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        hf.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2),
-        hf.FalconH1Config(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2),
-        hf.Llama4TextConfig(**SMALL, attention_chunk_size=8),
-    ],
-    ids=["mamba", "hybrid", "chunked"],
-)
-def test_state_that_cannot_roll_back_is_refused(config: hf.PretrainedConfig) -> None:
-    with torch.device("meta"):
-        model = hf.AutoModelForCausalLM.from_config(config)
-    with pytest.raises(UserError, match="cannot roll back") as error:
-        Runner(model, num_slots=8)
-    assert "\n" not in str(error.value)
