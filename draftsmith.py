@@ -16,6 +16,7 @@ COMMANDS = {
     "generate": ("distill.main", "command", "Let the target answer the prompts; capture its distributions."),
     "train": ("train.main", "command", "Train the draft on the captured answers."),
     "eval": ("eval.main", "command", "Score a draft: acceptance, speedup, losslessness, verdict."),
+    "cost": ("specdec.main", "cost_command", "Measure what a round of the pair costs, and when it pays."),
     "decode": ("specdec.main", "command", "Answer one prompt with target and draft, and show the rounds."),
 }
 

@@ -23,6 +23,7 @@ def main() -> None:
     from eval.suites import load_suite
     from specdec import cost, provenance
     from specdec.length import make_policy
+    from specdec.measure import measure
     from specdec.pair import check_pair, draft_folder, load_draft, load_model
     from specdec.render import Renderer
     from specdec.settings import load
@@ -36,7 +37,7 @@ def main() -> None:
     questions = load_suite(
         job.eval, job.prompts, Renderer(target.tokenizer), context_length=target.context_length, seed=job.run.seed
     )
-    measured = cost.measure(target, draft, vocab_size=vocab_size)
+    measured = measure(target, draft, vocab_size=vocab_size)
     threshold = cost.confidence_threshold(measured, ASSUMED_ACCEPTANCE)
     bench = Bench(
         target=target, draft=draft, vocab_size=vocab_size, max_new_tokens=job.eval.max_new_tokens,

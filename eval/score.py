@@ -17,8 +17,8 @@ from distill.prompts import PromptsSection
 from eval.acceptance import expected_acceptance
 from eval.folder import EvalFolder, Key
 from eval.lossless import lossless_check
-from eval.metrics import Pair, seconds_per_round, total
 from eval.metrics import expected_acceptance as expected_pair
+from eval.metrics import total
 from eval.report import build_report, write_report
 from eval.settings import EvalSection
 from eval.speed import Bench, hf_baseline
@@ -29,6 +29,7 @@ from specdec.cli import progress
 from specdec.errors import UserError
 from specdec.files import read_jsonl
 from specdec.length import describe, make_policy
+from specdec.measure import measure
 from specdec.pair import (
     LanguageModel,
     TargetSection,
@@ -84,7 +85,7 @@ def evaluate(job: EvalJob, target: LanguageModel | None = None) -> tuple[dict[st
     training = _training(job, draft_path)
     vocab_size = check_pair(target, draft)
     folder.begin()
-    measured = folder.measure("cost", lambda: cost.measure(target, draft, vocab_size=vocab_size))
+    measured = folder.measure("cost", lambda: measure(target, draft, vocab_size=vocab_size))
     alpha = _last(training, "eval/greedy_agreement", ASSUMED_ACCEPTANCE)
     threshold = cost.confidence_threshold(measured, alpha)
     policy = make_policy(job.eval.draft_length, threshold=threshold, cost=measured)
@@ -264,18 +265,15 @@ def _pair(job: EvalJob, draft_path: Path, bench: Bench) -> dict[str, Any]:
 
 
 def _cost(measured: dict[str, Any], records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The measured cost model with h from the real rounds, and what it predicts at the lowest temperature."""
+    """The measured cost model, and what it predicts at the lowest temperature."""
     lowest = min(record["temperature"] for record in records)
     chosen = [record for record in records if record["temperature"] == lowest]
-    hosts: list[Pair] = [seconds_per_round(record["speculative"], "host_s") for record in chosen]
-    host = total(hosts) or 0.0
-    full = {**measured, "h": host * 1e3 / measured["plain_step_ms"]}
     alpha = total([expected_pair(record) for record in chosen]) or 0.0
-    best = cost.best_draft_length(full, alpha)
+    best = cost.best_draft_length(measured, alpha)
     return {
-        **full,
+        **measured,
         "draft_length": best,
         "best_draft_length": best,
-        "break_even_acceptance": cost.break_even_acceptance(full),
-        "predicted_speedup": cost.predicted_speedup(full, alpha, best),
+        "break_even_acceptance": cost.break_even_acceptance(measured),
+        "predicted_speedup": cost.predicted_speedup(measured, alpha, best),
     }

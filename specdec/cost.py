@@ -1,68 +1,14 @@
-"""The cost model: what a round costs on this device, in units of one plain target step.
+"""The cost model: what a round costs on this device, in units of one plain decoding step.
 
-c = one draft step, v(n) = target forward over n tokens, h = host overhead of a round; measured at the given
-context, dtype and threads. Predicted speedup = tau / (K c + v(K+1) + h). The textbook formula (2211.17192,
-theorem 3.8) assumes v = 1 and h = 0.
+c = one draft step, v(n) = target forward over n tokens, h = everything else of a round; measured by
+`specdec.measure` at the given context, batch, dtype and threads. Predicted speedup = tau / (K c + v(K+1) + h).
+The textbook formula (2211.17192, theorem 3.8) assumes v = 1 and h = 0.
 """
 
 import itertools
 import operator
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
-
-from specdec.cache import Runner
-from specdec.head import Head
-from specdec.pair import LanguageModel
-
-REPEATS = 12
-
-
-@torch.inference_mode()
-def measure(
-    target: LanguageModel,
-    draft: LanguageModel,
-    *,
-    vocab_size: int,
-    context: int = 128,
-    max_draft_length: int = 8,
-) -> dict[str, Any]:
-    """Time plain and draft steps side by side, interleaved; returns c, v, h and the times in ms (medians)."""
-    steps = {f"v{n}": _step(target, vocab_size, n, context) for n in range(1, max_draft_length + 2)}
-    steps["draft"] = _step(draft, vocab_size, 1, context)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for repeat in range(REPEATS + 2):
-        for name, step in steps.items():
-            began = time.perf_counter()
-            step()
-            if repeat >= 2:  # the first two rounds warm caches and allocators
-                seconds[name].append(time.perf_counter() - began)
-    median = {name: statistics.median(values) for name, values in seconds.items()}
-    plain = median["v1"]
-    return {
-        "c": median["draft"] / plain,
-        "v": {str(n): median[f"v{n}"] / plain for n in range(1, max_draft_length + 2)},
-        "h": 0.0,
-        "plain_step_ms": plain * 1e3,
-        "draft_step_ms": median["draft"] * 1e3,
-        "context_tokens": context,
-        "batch_size": 1,
-    }
-
-
-def _step(model: LanguageModel, vocab_size: int, num_tokens: int, context: int) -> Callable[[], None]:
-    runner, head = Runner(model.model, context + num_tokens + 1), Head(model, vocab_size)
-    tokens = torch.ones(1, context, dtype=torch.long, device=model.device)
-    runner.prefill(tokens, torch.tensor([context], device=model.device))
-    start = torch.tensor([context], device=model.device)
-
-    def step() -> None:
-        head(runner.forward(tokens[:, :num_tokens], start)).argmax(dim=-1).tolist()
-
-    return step
 
 
 def accepted_length(acceptance: float | Sequence[float], draft_length: int) -> float:

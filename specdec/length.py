@@ -148,7 +148,7 @@ class CostOptimal:
     """
 
     cost: Mapping[str, Any]
-    """c, v and h of `specdec.cost.measure`, for the batch size that is served."""
+    """c, v and h of `specdec.measure.measure`, for the batch size that is served."""
     max_length: int
     prior: float = 0.6
     """Acceptance before anything is known."""
@@ -243,7 +243,7 @@ def make_policy(
 ) -> LengthPolicy:
     """A number -> that fixed length; a name of `NAMED` -> that policy. `auto` is the confidence stop.
 
-    `threshold` is the confidence stop's; `cost` (`specdec.cost.measure`) is needed by `cost` alone.
+    `threshold` is the confidence stop's; `cost` (`specdec.measure.measure`) is needed by `cost` alone.
     Raises UserError for anything else.
     """
     if draft_length in ("auto", "confidence"):

@@ -7,6 +7,7 @@ from specdec import cost
 from specdec.decoder import Decoder, Limits, Request
 from specdec.errors import UserError
 from specdec.length import LengthPolicy, make_policy
+from specdec.measure import measure
 from specdec.pair import LanguageModel, TargetSection, check_pair, draft_folder, load_draft, load_model
 from specdec.propose import DraftModel
 from specdec.render import Renderer
@@ -118,6 +119,6 @@ def _policy(length: int | str, target: LanguageModel, draft: LanguageModel, voca
     """`auto`, `confidence` and `cost` follow the costs measured here and now."""
     if length not in ("auto", "confidence", "cost"):
         return make_policy(length)
-    measured = cost.measure(target, draft, vocab_size=vocab_size)
+    measured = measure(target, draft, vocab_size=vocab_size)
     threshold = cost.confidence_threshold(measured, ASSUMED_ACCEPTANCE)
     return make_policy(length, threshold=threshold, cost=measured)

@@ -20,6 +20,10 @@ class Round:
     host_s: float
     """Verification rule, trimming and bookkeeping."""
 
+    @property
+    def total_s(self) -> float:
+        return self.draft_s + self.verify_s + self.host_s
+
 
 @dataclass(kw_only=True)
 class Times:

@@ -103,7 +103,7 @@ def test_missing_config(desk: Desk) -> None:
     refused(CliRunner().invoke(main, ["run", str(desk.folder / "no.yaml")]), "no.yaml")
 
 
-@pytest.mark.parametrize("command", ["decode", "eval", "train"])
+@pytest.mark.parametrize("command", ["cost", "decode", "eval", "train"])
 def test_nothing_trained_yet(desk: Desk, command: str) -> None:
     extra = ("--prompt", "hi") if command == "decode" else ()
     refused_untouched(desk, command, *extra, words=("draftsmith",))
