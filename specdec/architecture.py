@@ -35,6 +35,13 @@ def windows(config: Any) -> dict[str, int | None]:
     return {kind: (window if kind == "sliding_attention" else None) for kind in sorted(kinds)}
 
 
+def layer_windows(config: Any) -> list[int | None]:
+    """The attention window of each layer."""
+    known = windows(config)
+    kinds = list(config.layer_types or ()) if hasattr(config, "layer_types") else []
+    return [known[kind] for kind in kinds or [*known] * config.num_hidden_layers]
+
+
 def context_length(config: Any) -> int:
     """Positions a row may reach.
 

@@ -13,6 +13,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from specdec.architecture import context_length, refuse_unsupported, windows
+from specdec.kernels import MOST_TOKENS, fast_forward
 
 VIEW_STEP = 64  # attention reads whole multiples of this many slots
 PREFILL_CHUNK = 512  # tokens of a prompt read at once: bounds the memory of attention scores
@@ -103,7 +104,7 @@ class SlotCache(Cache):
 class Runner:
     """A model with its slot cache: `forward` any tokens at any per-row positions, get their hidden states."""
 
-    def __init__(self, model: PreTrainedModel, num_slots: int) -> None:
+    def __init__(self, model: PreTrainedModel, num_slots: int, *, eager: bool = False) -> None:
         self.model = model
         config = model.config.get_text_config()
         known = inspect.signature(model.base_model.forward).parameters
@@ -112,6 +113,7 @@ class Runner:
         self.last_position = context_length(config) - 1
         self.cache_argument = "cache" if "cache" in known else "past_key_values"  # renamed within transformers 5
         self.cache = SlotCache(config.num_hidden_layers, num_slots)
+        self.fast = None if eager else fast_forward(model, num_slots, self.last_position)
         self.filled: list[int] = []  # slots of each row that were written without a gap; empty before the first forward
 
     def forward(self, tokens: Tensor, starts: Sequence[int] | Tensor) -> Tensor:  # [B, N], [B] -> hidden [B, N, H]
@@ -120,6 +122,12 @@ class Runner:
         `starts` as the host's numbers wait for no device; a tensor does. A start behind the written slots would
         let the row attend to slots that hold nothing of it: an AssertionError, the alarm for a lagging cache.
         """
+        positions = self._place(tokens, starts)
+        if self.fast is not None and self.filled and tokens.numel() <= MOST_TOKENS:
+            return self.fast(tokens, positions, self.cache.layers)
+        return self._eager(tokens, positions)
+
+    def _place(self, tokens: Tensor, starts: Sequence[int] | Tensor) -> Tensor:  # [B, N], [B] -> positions [B, N]
         num_tokens, starts = tokens.shape[1], _on_host(starts)
         for row, (start, filled) in enumerate(zip(starts, self.filled or [0] * len(starts), strict=True)):
             assert start <= filled, f"a hole in the cache: row {row} holds {filled} tokens, a forward starts at {start}"
@@ -127,6 +135,10 @@ class Runner:
         first = torch.tensor(starts, device=tokens.device)
         positions = first.unsqueeze(-1) + torch.arange(num_tokens, device=tokens.device)
         self.cache.place(positions, starts)
+        return positions
+
+    def _eager(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """The unmodified model."""
         # A row near its context's end rides along with longer drafts: a learned table has no row for those columns.
         output = self.model.base_model(
             input_ids=tokens,
@@ -147,7 +159,7 @@ class Runner:
         result: Tensor | None = None
         for start in range(0, tokens.shape[1], chunk):
             piece = tokens[:, start : start + chunk]
-            hidden = self.forward(piece, [start] * len(lengths))
+            hidden = self._eager(piece, self._place(piece, [start] * len(lengths)))
             here = (last >= start) & (last < start + piece.shape[1])
             index = (last - start).clamp(0, piece.shape[1] - 1)
             ends = hidden[torch.arange(len(lengths), device=hidden.device), index]

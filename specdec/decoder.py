@@ -19,7 +19,7 @@ from specdec.head import Head
 from specdec.pair import LanguageModel
 from specdec.prefix import Prefix, adjust
 from specdec.propose import Committed, Proposer
-from specdec.sampling import Purpose, Sampling, draw, of_round, uniform, warp
+from specdec.sampling import Purpose, Sampling, choose, draw, of_round, uniform, warp
 from specdec.trace import Round, Times, Trace
 from specdec.verify import RULES, Proposal, greedy_rule
 
@@ -80,7 +80,9 @@ class Decoder:
         self.observer, self.streamer = observer, streamer
         self.vocab_size = vocab_size or target.vocab_size
         self.runner = Runner(
-            target.model, slots_needed(requests, limits, proposer.policy.max_length if proposer else 0)
+            target.model,
+            slots_needed(requests, limits, proposer.policy.max_length if proposer else 0),
+            eager=target.eager,
         )
         self.head = Head(target, self.vocab_size)
         # Committed tokens of every request; the last one is not in the cache yet.
@@ -162,7 +164,7 @@ class Decoder:
     def _first(self, indices: list[int], logits: Tensor, lengths: list[int]) -> list[int]:
         logits = adjust(logits, self.sampling, self._prefix(indices))
         if self.sampling.greedy:
-            return [int(i) for i in logits.argmax(dim=-1).tolist()]
+            return [int(i) for i in choose(logits).tolist()]
         positions = torch.tensor(lengths, device=logits.device)
         numbers = uniform(self._seeds(indices), positions, Purpose.NEXT)
         return [int(i) for i in draw(warp(logits, self.sampling), numbers).tolist()]
@@ -185,7 +187,9 @@ class Decoder:
         began = time.perf_counter()
         rows = [self.rows[i] for i in self.active]
         starts = [len(r) - 1 for r in rows]
-        seeds = of_round(self._seeds(self.active), torch.tensor(starts, device=self.target.device))
+        seeds = self._seeds(self.active)
+        if not self.sampling.greedy:
+            seeds = of_round(seeds, torch.tensor(starts, device=self.target.device))
         prefix = self._prefix(self.active)
         # 1. Draft, never more than a row can still emit beside the target's own token.
         proposal = self._propose(rows, seeds, prefix)
@@ -232,7 +236,7 @@ class Decoder:
         self, logits: Tensor, proposal: Proposal, starts: list[int], seeds: Tensor
     ) -> tuple[Tensor, Tensor]:
         if self.sampling.greedy:
-            return greedy_rule(logits.argmax(dim=-1), proposal)
+            return greedy_rule(choose(logits), proposal)
         num_columns = proposal.tokens.shape[1]
         first = torch.tensor(starts, device=logits.device).unsqueeze(-1) + 1
         positions = first + torch.arange(num_columns + 1, device=logits.device)

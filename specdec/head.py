@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.kernels import fast_linear
 from specdec.pair import LanguageModel
 
 
@@ -24,13 +25,15 @@ class Head:
         self.ids = ids
         self.weight = weight if ids is None else weight[ids].contiguous()
         self.bias = None if bias is None else bias[:vocab_size] if ids is None else bias[ids]
-        self.vocab_size = vocab_size
+        self.vocab_size, self.eager = vocab_size, language_model.eager
         config = language_model.model.config.get_text_config().to_dict()
         self.scale = logit_scale(config)
         self.cap = config.get("final_logit_softcapping")
 
     def __call__(self, hidden: Tensor) -> Tensor:  # [..., H] -> [..., M]
-        logits = torch.nn.functional.linear(hidden, self.weight, self.bias)
+        logits = None if self.eager else fast_linear(hidden, self.weight, self.bias)
+        if logits is None:
+            logits = torch.nn.functional.linear(hidden, self.weight, self.bias)
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.cap:

@@ -14,7 +14,7 @@ from specdec.head import Head
 from specdec.length import Fixed
 from specdec.pair import LanguageModel
 from specdec.propose import DraftModel
-from specdec.sampling import Sampling
+from specdec.sampling import Sampling, choose
 from specdec.trace import Round
 
 BLOCKS = 4  # steps and whole rounds take turns, so that a slow moment of the machine meets both
@@ -78,13 +78,14 @@ class _Pair:
 
     def step(self, model: LanguageModel, num_tokens: int) -> Callable[[], None]:
         """One forward of `model` over `num_tokens` tokens a row, down to the chosen token on the host."""
-        runner, head = Runner(model.model, self.context + num_tokens + 1), Head(model, self.vocab_size)
+        runner = Runner(model.model, self.context + num_tokens + 1, eager=model.eager)
+        head = Head(model, self.vocab_size)
         tokens = torch.ones(self.batch_size, self.context, dtype=torch.long, device=model.device)
         starts = [self.context] * self.batch_size
         runner.prefill(tokens, starts)
 
         def step() -> None:
-            head(runner.forward(tokens[:, :num_tokens], starts)).argmax(dim=-1).tolist()
+            choose(head(runner.forward(tokens[:, :num_tokens], starts))).tolist()
 
         return step
 

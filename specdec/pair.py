@@ -53,6 +53,8 @@ class TargetSection(Section):
     """`auto` (CUDA where there is one), `cpu`, `cuda` or `cuda:N`."""
     trust_remote_code: bool = False
     """Run modelling code from the repository; off unless asked for."""
+    kernels: Literal["auto", "eager"] = "auto"
+    """`auto`: draftsmith's own kernels where they fit the model; `eager`: the unmodified model, their slower twin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,8 @@ class LanguageModel:
     """Identity of weights and config: 16 hex characters."""
     head_ids: Tensor | None = None
     """Ids of a short-listed head [M], sorted; None for the full head (FR-Spec, 2502.14856)."""
+    eager: bool = False
+    """Decode with the unmodified model only, not with its fast twin."""
 
     @property
     def device(self) -> torch.device:
@@ -306,6 +310,7 @@ def load_model(section: TargetSection) -> LanguageModel:
         eos_ids=_eos_ids(model, tokenizer),
         fingerprint=identity(section),
         head_ids=_load_head_ids(folder, device),
+        eager=section.kernels == "eager",
     )
 
 
@@ -340,7 +345,8 @@ def draft_folder(run: RunSection, path: str | None) -> Path:
 def load_draft(path: str, target: LanguageModel, *, dtype: str | None = None) -> LanguageModel:
     """Load a draft onto the target's device and hold it to the tokenizer contract."""
     name: Any = dtype or str(target.model.dtype).removeprefix("torch.")
-    draft = load_model(TargetSection(path=path, dtype=name, device=str(target.device)))
+    kernels: Any = "eager" if target.eager else "auto"
+    draft = load_model(TargetSection(path=path, dtype=name, device=str(target.device), kernels=kernels))
     check_pair(target, draft)
     return draft
 

@@ -15,7 +15,7 @@ from specdec.head import Head
 from specdec.length import LengthPolicy
 from specdec.pair import LanguageModel
 from specdec.prefix import Prefix, adjust
-from specdec.sampling import Purpose, Sampling, draw, uniform, warp
+from specdec.sampling import Purpose, Sampling, choose, draw, uniform, warp
 from specdec.verify import Proposal
 
 
@@ -68,7 +68,7 @@ class DraftModel:
         policy: LengthPolicy,
         sampling: Sampling,
     ) -> None:
-        self.runner = Runner(draft.model, num_slots)
+        self.runner = Runner(draft.model, num_slots, eager=draft.eager)
         self.head = Head(draft, vocab_size)
         self.policy, self.sampling = policy, sampling
         self.device = draft.device
@@ -95,9 +95,7 @@ class DraftModel:
         hidden = self._catch_up(batch.rows)
         tokens: list[Tensor] = []
         probs: list[Tensor] = []
-        prefix = batch.prefix
-        counts, going = torch.zeros_like(limits), limits > 0
-        chain = torch.ones(len(lengths), device=self.device)
+        prefix, stop = batch.prefix, _Stop(self.policy, limits, may_look=self.may_look)
         for k in range(max(batch.limits)):
             if k:
                 hidden = self.runner.forward(tokens[-1].unsqueeze(-1), [n + k - 1 for n in lengths])[:, -1]
@@ -106,15 +104,11 @@ class DraftModel:
             tokens.append(token)
             if q is not None:
                 probs.append(q)
-            counts = counts + going
-            chain, signal = self._signal(chain, logits, token, q)
-            going = going & (counts < limits) & self.policy.go_on(signal)
-            if self.may_look and not bool(going.any()):
+            if stop.after(logits, token, q):
                 break
             prefix = prefix and prefix.then(token)
-        return Proposal(
-            tokens=torch.stack(tokens, dim=1), num_drafts=counts, probs=torch.stack(probs, dim=1) if probs else None
-        )
+        q_all = torch.stack(probs, dim=1) if probs else None
+        return Proposal(tokens=torch.stack(tokens, dim=1), num_drafts=stop.counts, probs=q_all)
 
     def _catch_up(self, rows: Sequence[Sequence[int]]) -> Tensor:  # -> [B, H] hidden state of each last token
         """Read what the draft has not seen of the committed tokens.
@@ -131,23 +125,40 @@ class DraftModel:
         ends = torch.tensor([len(row) - start - 1 for row, start in zip(rows, starts, strict=True)], device=self.device)
         return hidden[torch.arange(len(rows), device=self.device), ends]
 
-    def _signal(self, chain: Tensor, logits: Tensor, token: Tensor, q: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(probability of the chain so far, what the policy reads), both [B]."""
-        if self.policy.reads == "nothing":
-            return chain, chain
-        log_probs = logits.float().log_softmax(dim=-1) if q is None else q.log()
-        if self.policy.reads == "entropy":
-            return chain, torch.special.entr(log_probs.exp()).sum(dim=-1)
-        top = log_probs.amax(dim=-1) if q is None else log_probs.gather(-1, token.unsqueeze(-1)).squeeze(-1)
-        chain = chain * top.exp()
-        return chain, chain
-
     def _pick(self, logits: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits [B, M] -> token [B], the distribution it was drawn from [B, V] (None: one-hot)."""
         if self.sampling.greedy:
-            return self.head.token_ids(logits.argmax(dim=-1)), None
+            return self.head.token_ids(choose(logits)), None
         q = self.head.widen(warp(logits, self.sampling))
         return draw(q, uniform(seeds, positions, Purpose.DRAFT)), q
+
+
+class _Stop:
+    """Counts each row's drafts, and ends the drafting when the policy wants no more of them."""
+
+    def __init__(self, policy: LengthPolicy, limits: Tensor, *, may_look: bool) -> None:
+        self.policy, self.limits, self.may_look = policy, limits, may_look
+        self.blind = policy.reads == "nothing"  # then a row drafts to its limit, and there is nothing to compute
+        self.counts = limits if self.blind else torch.zeros_like(limits)
+        self.going = limits > 0
+        self.chain = torch.ones(limits.shape, device=limits.device)
+
+    def after(self, logits: Tensor, token: Tensor, q: Tensor | None) -> bool:  # [B, M], [B], [B, V]
+        """Told of a drafted token of each row and what it was drawn from; True when no row goes on."""
+        if self.blind:
+            return False
+        self.counts = self.counts + self.going
+        self.going = self.going & (self.counts < self.limits) & self.policy.go_on(self._signal(logits, token, q))
+        return self.may_look and not bool(self.going.any())
+
+    def _signal(self, logits: Tensor, token: Tensor, q: Tensor | None) -> Tensor:  # -> [B]
+        log_probs = logits.float().log_softmax(dim=-1) if q is None else q.log()
+        if self.policy.reads == "entropy":
+            entropy: Tensor = torch.special.entr(log_probs.exp()).sum(dim=-1)
+            return entropy
+        top = log_probs.amax(dim=-1) if q is None else log_probs.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+        self.chain = self.chain * top.exp()
+        return self.chain
 
 
 class PromptLookup:
