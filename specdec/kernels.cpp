@@ -82,7 +82,8 @@ static inline lanes exponential(lanes x) {  // relative error 2e-7; 0 below -87,
   n = __builtin_convertvector(i, lanes);
   lanes r = x - n * high - n * low;
   lanes p = lanes{} + 1.9875691500e-4f;
-  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) p = p * r + c;
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = p * r + c;
   lanes scale = (lanes)((i + 127) << 23);
   return x < -87.0f ? lanes{} : (p * r * r + r + 1.0f) * scale;
 }
@@ -120,7 +121,8 @@ static const int64_t OUTPUTS = 4;  // outputs summed together: a block's weights
 static const int64_t AHEAD = 4;    // blocks fetched early
 
 template <int ROWS, class Store>
-static inline void sum_block(const active* x, const bf16* const* w, int64_t size, int64_t row, int64_t valid, Store store) {
+static inline void sum_block(const active* x, const bf16* const* w, int64_t size, int64_t row, int64_t valid,
+                             Store store) {
   lanes total[OUTPUTS][ROWS] = {};
   for (int64_t k = 0; k < size; k += 32) {
 #pragma GCC unroll 16
@@ -139,7 +141,8 @@ static inline void sum_block(const active* x, const bf16* const* w, int64_t size
 
 // out[r, o] = sum_k x[r, k] w[o, k] for one block of outputs; store(r, o, value).
 template <class Store>
-static inline void linear_block(const active* x, const bf16* w, int64_t size, int64_t outputs, int64_t rows, int64_t block, Store store) {
+static inline void linear_block(const active* x, const bf16* w, int64_t size, int64_t outputs, int64_t rows,
+                                int64_t block, Store store) {
   int64_t first = block * OUTPUTS, valid = std::min(OUTPUTS, outputs - first);
   const bf16* each[OUTPUTS];
   for (int64_t j = 0; j < OUTPUTS; j++) each[j] = w + (first + std::min(j, valid - 1)) * size;
@@ -229,12 +232,13 @@ static inline float biased(float value, const bf16* bias, int64_t o) { return bi
 extern "C" {
 
 // x [R, size], w [outputs, size], bias [outputs] or null -> out [R, outputs]
-void linear(const bf16* x, const bf16* w, const bf16* bias, bf16* out, int64_t rows, int64_t size, int64_t outputs, int threads) {
-  std::vector<active> floats(rows * size);
-  for (int64_t r = 0; r < rows; r++) unpack(x + r * size, floats.data() + r * size, size);
+void linear(const bf16* x, const bf16* w, const bf16* bias, bf16* out, int64_t rows, int64_t size, int64_t outputs,
+            int threads) {
+  std::vector<active> unpacked(rows * size);
+  for (int64_t r = 0; r < rows; r++) unpack(x + r * size, unpacked.data() + r * size, size);
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t b = 0; b < blocks(outputs); b++)
-    linear_block(floats.data(), w, size, outputs, rows, b,
+    linear_block(unpacked.data(), w, size, outputs, rows, b,
                  [&](int64_t r, int64_t o, float value) { out[r * outputs + o] = narrow(biased(value, bias, o)); });
 }
 
@@ -244,7 +248,8 @@ void decode(const Shape* shape, const Layer* layers, const bf16* final_norm, bf1
   const int64_t H = shape->hidden, D = shape->width, S = shape->slots, I = shape->inner;
   const int64_t Q = shape->heads * D, KV = shape->kv_heads * D, group = shape->heads / shape->kv_heads;
   const float eps = shape->eps;
-  std::vector<bf16> normed(rows * H), q(rows * Q), k(rows * KV), v(rows * KV), mixed(rows * Q), gate(rows * I), up(rows * I);
+  std::vector<bf16> normed(rows * H), q(rows * Q), k(rows * KV), v(rows * KV), mixed(rows * Q);
+  std::vector<bf16> gate(rows * I), up(rows * I);
   std::vector<active> x(rows * std::max({H, Q, I}));
 #pragma omp parallel num_threads(threads)
   {
@@ -260,7 +265,7 @@ void decode(const Shape* shape, const Layer* layers, const bf16* final_norm, bf1
       for (int64_t b = 0; b < blocks(Q) + 2 * blocks(KV); b++) {
         auto project = [&](const bf16* w, const bf16* bias, bf16* out, int64_t outputs, int64_t block) {
           linear_block(x.data(), w, H, outputs, rows, block,
-                       [&](int64_t r, int64_t o, float value) { out[r * outputs + o] = narrow(biased(value, bias, o)); });
+                       [&](int64_t r, int64_t o, float sum) { out[r * outputs + o] = narrow(biased(sum, bias, o)); });
         };
         int64_t kv = b - blocks(Q);
         if (kv < 0) project(layer.q, layer.q_bias, q.data(), Q, b);
