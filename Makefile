@@ -19,9 +19,9 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# Ours against transformers, with the draft that `make quickstart` made. Keep the machine idle.
 bench: $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
-	$(OFFLINE) $(BIN)/python benchmarks/run.py
+	$(OFFLINE) PYTHONPATH=. $(BIN)/python benchmarks/decode.py configs/quickstart.yaml
 
 wheel: $(STAMP)
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .

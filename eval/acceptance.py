@@ -46,6 +46,6 @@ def expected_acceptance(
 def _hidden(model: LanguageModel, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Tensor:  # [T, H]
     """Hidden states of the positions that predict the answer."""
     tokens = torch.tensor([[*prompt_ids, *answer_ids[:-1]]], device=model.device)
-    runner = Runner(model.model, tokens.shape[1] + 1)
+    runner = Runner(model.model, tokens.shape[1] + 1, eager=model.eager)
     hidden = runner.forward(tokens, torch.zeros(1, dtype=torch.long, device=model.device))
     return hidden[0, len(prompt_ids) - 1 :]

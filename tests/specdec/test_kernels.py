@@ -77,6 +77,36 @@ def test_parity_with_the_eager_twin(build: Build, name: str) -> None:
 
 
 @needs_kernels
+@torch.inference_mode()
+def test_a_whole_text_in_one_forward_of_a_fresh_cache(build: Build) -> None:
+    """As scoring reads a text, without a prefill: the slots are not there yet, and the eager twin makes them."""
+    model = build(ARCHITECTURES["llama"]).bfloat16()
+    tokens = some(torch.Generator().manual_seed(6), 2, 30)
+    runners = [Runner(model, 70), Runner(model, 70, eager=True)]
+    fast, eager = (runner.forward(tokens, [0, 0]) for runner in runners)
+    assert runners[0].fast is not None and torch.equal(fast, eager)
+    again, eager = (runner.forward(tokens, [30, 30]) for runner in runners)  # now in the kernels
+    assert not torch.equal(again, eager) and worst(again, eager) < 0.05
+
+
+@needs_kernels
+@torch.inference_mode()
+def test_a_full_serving_batch_has_each_row_as_alone(build: Build) -> None:
+    """The largest forward that the kernels take: every row has the bits that it has alone."""
+    model = build(ARCHITECTURES["llama"]).bfloat16()
+    rows = MOST_TOKENS // 4
+    generator = torch.Generator().manual_seed(7)
+    prompt, tokens = some(generator, rows, 9), some(generator, rows, 4)
+    batch, alone = Runner(model, 20), Runner(model, 20)
+    batch.prefill(prompt, [9] * rows)
+    hidden = batch.forward(tokens, [9] * rows)
+    batch.keep([rows - 1])
+    alone.prefill(prompt[:1], [9])
+    alone.cache.adopt(torch.tensor([0]), batch.cache)
+    assert torch.equal(alone.forward(tokens[-1:], [9])[0], hidden[-1])
+
+
+@needs_kernels
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @torch.inference_mode()
 def test_a_token_is_the_same_alone_in_a_batch_and_in_a_round(build: Build, name: str) -> None:
