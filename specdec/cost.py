@@ -40,10 +40,11 @@ def break_even_acceptance(cost: Mapping[str, Any]) -> float | None:
 
 
 def confidence_threshold(cost: Mapping[str, Any], acceptance: float) -> float:
-    """Draft on while the chain's chance of acceptance is worth more than the token costs.
+    """Draft on while the next draft's chance of acceptance is worth more than it costs.
 
-    One more draft costs c plus v's slope and saves `speedup` plain steps' worth of time when it is accepted.
+    One more draft costs c plus v's slope, and saves 1 / speedup plain steps when it is accepted: the chain so far has
+    to be, and then the draft itself, with chance `acceptance`.
     """
     slope = (cost["v"][str(len(cost["v"]))] - 1.0) / max(len(cost["v"]) - 1, 1)
     best = max(predicted_speedup(cost, acceptance, k) for k in range(len(cost["v"])))
-    return float(min(0.9, (cost["c"] + max(slope, 0.0)) * best))
+    return float(min(0.9, (cost["c"] + max(slope, 0.0)) * best / max(acceptance, 0.01)))

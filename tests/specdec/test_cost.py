@@ -53,7 +53,8 @@ def test_break_even_by_hand() -> None:
 
 def test_confidence_threshold_by_hand() -> None:
     slope = (1.5 - 1) / 3
-    assert confidence_threshold(COST, 0.5) == pytest.approx((0.1 + slope) * 1.75 / 1.45)
+    assert confidence_threshold(COST, 0.5) == pytest.approx((0.1 + slope) * (1.75 / 1.45) / 0.5)
+    assert confidence_threshold(COST, 0.8) == pytest.approx((0.1 + slope) * (2.44 / 1.45) / 0.8)
     assert confidence_threshold(FREE, 0.5) == 0.0
     assert (
         confidence_threshold(DEAR, 0.5) == 0.9
