@@ -38,7 +38,7 @@ from specdec.settings import load
 from specdec.show import ASSUMED_ACCEPTANCE
 from train.config import Config
 
-NUM_PROMPTS = 18
+NUM_PROMPTS = 16
 FIXED = (1, 2, 3, 4, 5)
 POLICIES = ("auto", "entropy", "history", "cost")
 HF_FIXED = (2, 3, 4, 5)
