@@ -125,11 +125,11 @@ def _length(tokens: list[int], eos_ids: frozenset[int]) -> int:
 
 
 def policies(measured: dict[str, Any]) -> Iterator[tuple[str, LengthPolicy]]:
-    """Everything that decides on K, by name."""
+    """Everything that decides on K, by name; `cost` learns from prompt to prompt, as in a server."""
     threshold = cost.confidence_threshold(measured, ASSUMED_ACCEPTANCE)
     for name in (*FIXED, *POLICIES):
         label = f"K={name}" if isinstance(name, int) else name
-        yield label, make_policy(name, threshold=threshold, cost=measured)
+        yield label, make_policy(name, threshold=threshold, cost=measured, keep=True)
 
 
 def batch_1(bench: Bench, measured: dict[str, Any], random: Bench) -> dict[str, Contestant]:
@@ -139,7 +139,7 @@ def batch_1(bench: Bench, measured: dict[str, Any], random: Bench) -> dict[str, 
         "plain": ours(bench, None),
         **{name: ours(bench, policy) for name, policy in policies(measured)},
         "lookup": ours(bench, "lookup"),
-        "random draft, cost": ours(random, make_policy("cost", cost=measured)),
+        "random draft, cost": ours(random, make_policy("cost", cost=measured, keep=True)),
         "hf generate": hf(bench),
         **{f"hf assisted K={k}": hf(bench, {**fixed, "num_assistant_tokens": k}) for k in HF_FIXED},
         "hf assisted dynamic": hf(

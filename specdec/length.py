@@ -150,7 +150,7 @@ class CostOptimal:
     cost: Mapping[str, Any]
     """c, v and h of `specdec.measure.measure`, for the batch size that is served."""
     max_length: int
-    prior: float = 0.6
+    prior: float = 0.5
     """Acceptance before anything is known."""
     prior_weight: float = 2.0
     """Drafts that the prior counts for."""
@@ -239,11 +239,12 @@ class CostOptimal:
 
 
 def make_policy(
-    draft_length: int | str, *, threshold: float = 0.3, cost: Mapping[str, Any] | None = None
+    draft_length: int | str, *, threshold: float = 0.3, cost: Mapping[str, Any] | None = None, keep: bool = False
 ) -> LengthPolicy:
     """A number -> that fixed length; a name of `NAMED` -> that policy. `auto` is the confidence stop.
 
-    `threshold` is the confidence stop's; `cost` (`specdec.measure.measure`) is needed by `cost` alone.
+    `threshold` is the confidence stop's; `cost` (`specdec.measure.measure`) is needed by the policy of that name alone,
+    which starts every call from what the calls before it saw if `keep`.
     Raises UserError for anything else.
     """
     if draft_length in ("auto", "confidence"):
@@ -253,7 +254,7 @@ def make_policy(
     if draft_length == "history":
         return History(max_length=MAX_AUTO_LENGTH)
     if draft_length == "cost" and cost is not None:
-        return CostOptimal(cost=cost, max_length=MAX_AUTO_LENGTH)
+        return CostOptimal(cost=cost, max_length=MAX_AUTO_LENGTH, keep=keep)
     if isinstance(draft_length, int) and not isinstance(draft_length, bool) and draft_length >= 0:
         return Fixed(max_length=draft_length)
     raise UserError(
