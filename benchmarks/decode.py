@@ -22,17 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import from_command_line, load_bench
 from transformers.utils.logging import set_verbosity_error
 
 from distill.generate import Task, answers
-from eval.score import EvalJob
 from eval.speed import Bench
-from eval.suites import Question, load_suite
+from eval.suites import Question
 from specdec import cost, provenance
 from specdec.length import LengthPolicy, make_policy
 from specdec.measure import measure
-from specdec.pair import LanguageModel, check_pair, draft_folder, load_draft, load_model
-from specdec.render import Renderer
+from specdec.pair import LanguageModel
 from specdec.sampling import Sampling
 from specdec.settings import load
 from specdec.show import ASSUMED_ACCEPTANCE
@@ -225,23 +224,13 @@ def ratios(one: dict[str, Tally], many: dict[str, Tally]) -> dict[str, Any]:
 
 def main() -> None:
     set_verbosity_error()  # assisted generation warns of arguments that it passes itself
-    config, *overrides = sys.argv[1:] or ["configs/quickstart.yaml"]
-    job = load(EvalJob, Path(config), overrides)
-    target = load_model(job.target)
-    draft = load_draft(str(draft_folder(job.run, job.eval.draft)), target)
-    vocab_size = check_pair(target, draft)
-    questions = load_suite(
-        job.eval, job.prompts, Renderer(target.tokenizer), context_length=target.context_length, seed=job.run.seed
-    )
-    quote = partial(measure, target, draft, vocab_size=vocab_size)
+    config, overrides, job = from_command_line()
+    bench, questions = load_bench(job)
+    quote = partial(measure, bench.target, bench.draft, vocab_size=bench.vocab_size)
     measured, at_large = quote(), quote(batch_size=LARGE_BATCH)
-    bench = Bench(
-        target=target, draft=draft, vocab_size=vocab_size, max_new_tokens=job.eval.max_new_tokens,
-        policy=make_policy(1),
-    )  # fmt: skip
     asked = questions[:NUM_PROMPTS]
     singles = [(q.prompt.domain, [list(q.prompt_ids)]) for q in asked]
-    one = race(batch_1(bench, measured, replace(bench, draft=random_twin(draft))), singles)
+    one = race(batch_1(bench, measured, replace(bench, draft=random_twin(bench.draft))), singles)
     prompts = [prompt for _, [prompt] in singles]
     groups = [("", prompts[i : i + LARGE_BATCH]) for i in range(0, len(prompts) - LARGE_BATCH + 1, LARGE_BATCH)]
     racing = {"plain": ours(bench, None), **{name: ours(bench, policy) for name, policy in policies(at_large)}}
@@ -253,7 +242,7 @@ def main() -> None:
         "ratios": ratios(one, many),
         "batch_1": summary(one),
         f"batch_{LARGE_BATCH}": summary(many),
-        "training_answers": training_answers(bench, questions, load(Config, Path(config), overrides)),
+        "training_answers": training_answers(bench, questions, load(Config, config, overrides)),
         "cost": [measured, at_large],
         "environment": provenance.collect(),
     }

@@ -15,18 +15,15 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from common import from_command_line, load_bench
+
 from eval.lossless import in_fp32
-from eval.score import EvalJob
 from eval.speed import Bench
-from eval.suites import load_suite
 from specdec import provenance
 from specdec.length import LengthPolicy, make_policy
 from specdec.measure import measure
-from specdec.pair import check_pair, draft_folder, load_draft, load_model
 from specdec.propose import PromptLookup
-from specdec.render import Renderer
 from specdec.sampling import Sampling
-from specdec.settings import load
 
 LENGTHS: tuple[int | str, ...] = (*range(9), "confidence", "entropy", "history", "cost")
 BATCHES = (16, 4, 1)
@@ -52,20 +49,11 @@ def decode(
 
 
 def main() -> None:
-    config, *overrides = sys.argv[1:] or ["configs/quickstart.yaml"]
-    job = load(EvalJob, Path(config), overrides)
-    target = load_model(job.target)
-    draft = load_draft(str(draft_folder(job.run, job.eval.draft)), target)
-    vocab_size = check_pair(target, draft)
-    questions = load_suite(
-        job.eval, job.prompts, Renderer(target.tokenizer), context_length=target.context_length, seed=job.run.seed
-    )
+    _, _, job = from_command_line()
+    loaded, questions = load_bench(job)
     prompts = sorted((list(q.prompt_ids) for q in questions), key=len)  # even batches
-    measured = measure(target, draft, vocab_size=vocab_size)
-    bench = Bench(
-        target=in_fp32(target), draft=in_fp32(draft), vocab_size=vocab_size, policy=make_policy(1),
-        max_new_tokens=job.eval.max_new_tokens,
-    )  # fmt: skip
+    measured = measure(loaded.target, loaded.draft, vocab_size=loaded.vocab_size)
+    bench = replace(loaded, target=in_fp32(loaded.target), draft=in_fp32(loaded.draft))
     plain = decode(bench, prompts, 1, "plain", make_policy(0))
     found = []
     out = RESULTS / f"identity-{Path(job.eval.suite).stem}.json"

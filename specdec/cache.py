@@ -76,11 +76,6 @@ class SlotCache(Cache):
         self.exact = False
         super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
 
-    @property
-    def allocated(self) -> bool:
-        """Whether a forward has made the slots: the first one of a cache knows their shape from the model."""
-        return isinstance(self.layers[0], SlotLayer) and self.layers[0].keys is not None
-
     def keep(self, rows: Tensor) -> None:
         """Drop all rows but these, in this order."""
         for layer in self.layers:
@@ -128,7 +123,8 @@ class Runner:
         let the row attend to slots that hold nothing of it: an AssertionError, the alarm for a lagging cache.
         """
         positions = self._place(tokens, starts)
-        if self.fast is not None and self.cache.allocated and tokens.numel() <= MOST_TOKENS:
+        made = self.cache.is_initialized  # the first forward makes the slots: the model knows their shape
+        if self.fast is not None and made and tokens.numel() <= MOST_TOKENS:
             return self.fast(tokens, positions, self.cache.layers)
         return self._eager(tokens, positions)
 
