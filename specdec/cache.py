@@ -123,8 +123,7 @@ class Runner:
         let the row attend to slots that hold nothing of it: an AssertionError, the alarm for a lagging cache.
         """
         positions = self._place(tokens, starts)
-        made = self.cache.is_initialized  # the first forward makes the slots: the model knows their shape
-        if self.fast is not None and made and tokens.numel() <= MOST_TOKENS:
+        if self.fast is not None and tokens.numel() <= MOST_TOKENS:
             return self.fast(tokens, positions, self.cache.layers)
         return self._eager(tokens, positions)
 
@@ -151,16 +150,18 @@ class Runner:
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def prefill(
-        self, tokens: Tensor, lengths: Sequence[int] | Tensor, chunk: int = PREFILL_CHUNK
+        self, tokens: Tensor, lengths: Sequence[int] | Tensor, chunk: int | None = None
     ) -> Tensor:  # [B, P] right-padded, [B] -> [B, H]
         """Read prompts in chunks; returns the hidden state of each row's last token. The padding's slots go stale."""
         lengths = _on_host(lengths)
+        # The fast path takes as much as fits, so that a row is read by it whoever its batch mates are.
+        chunk = chunk or (max(MOST_TOKENS // len(lengths), 1) if self.fast is not None else PREFILL_CHUNK)
         last = torch.tensor(lengths, device=tokens.device) - 1
         self.filled = []
         result: Tensor | None = None
         for start in range(0, tokens.shape[1], chunk):
             piece = tokens[:, start : start + chunk]
-            hidden = self._eager(piece, self._place(piece, [start] * len(lengths)))
+            hidden = self.forward(piece, [start] * len(lengths))
             here = (last >= start) & (last < start + piece.shape[1])
             index = (last - start).clamp(0, piece.shape[1] - 1)
             ends = hidden[torch.arange(len(lengths), device=hidden.device), index]

@@ -37,7 +37,7 @@ class _Shape(ctypes.Structure):
 
 
 class FastForward:
-    """One model's forward over a slot cache of `num_slots`; positions past `last_position` count as that one."""
+    """One model's forward over slot caches of at most `num_slots`; positions past `last_position` count as that one."""
 
     def __init__(self, library: ctypes.CDLL, model: PreTrainedModel, num_slots: int, last_position: int) -> None:
         self.library = library
@@ -51,7 +51,6 @@ class FastForward:
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             width=attention.head_dim,
-            slots=num_slots,
             eps=config.rms_norm_eps,
             scale=attention.scaling,
         )
@@ -65,8 +64,10 @@ class FastForward:
 
     def __call__(self, tokens: Tensor, positions: Tensor, layers: Any) -> Tensor:  # [B, N], [B, N] -> [B, N, H]
         """The final hidden states of `tokens`; their keys and values go to the slots of `positions`."""
-        if layers[0].keys is not self.keys:  # the cache's rows have moved
-            self.table, self.keys = self._table(layers), layers[0].keys
+        if not layers[0].is_initialized:
+            self._make_slots(layers, len(tokens))
+        if layers[0].keys is not self.keys:  # another cache, or its rows have moved
+            self.table, self.keys, self.shape.slots = self._table(layers), layers[0].keys, layers[0].keys.shape[2]
         hidden: Tensor = self.base.embed_tokens(tokens)
         self.library.decode(
             ctypes.byref(self.shape), self.table, _address(self.base.norm.weight), _address(hidden),
@@ -74,6 +75,12 @@ class FastForward:
             torch.get_num_threads(),
         )  # fmt: skip
         return hidden
+
+    def _make_slots(self, layers: Any, rows: int) -> None:
+        """What transformers does on a layer's first update: its keys say the shape."""
+        none = self.cos.new_empty(rows, self.shape.kv_heads, 0, self.shape.width)
+        for layer in layers:
+            layer.lazy_initialization(none, none)
 
     def _table(self, layers: Any) -> Any:
         """Every layer's addresses, in the order of `Layer` in kernels.cpp."""
