@@ -143,7 +143,8 @@ class CostOptimal:
     """The K with the best predicted speedup: acceptance estimated online by position, costs measured beforehand.
 
     Estimates are counts that fade, on top of a prior. K changes only for a gain above `margin`, so that it cannot
-    flip-flop; at K = 0 the row decodes plainly and probes with one draft after `PROBE` rounds, then ever more rarely.
+    flip-flop; at K = 0 the row decodes plainly and probes with one draft after a pause that grows from `PAUSE` rounds
+    to `LONGEST_PAUSE`, times the rows of a batch, because one row that drafts widens the forward of all.
     Inside a round it stops like `Confidence` where `threshold` is above 0.
     """
 
@@ -161,13 +162,16 @@ class CostOptimal:
     reads: Reads = "nothing"
     _rows: dict[int, _Estimates] = field(default_factory=dict, repr=False, compare=False)
     _seen: _Estimates | None = field(default=None, repr=False, compare=False)
+    _num_rows: int = field(init=False, repr=False)
 
-    PROBE = 8
+    PAUSE = 8
+    LONGEST_PAUSE = 64
     FADE = 0.95
     MARGIN = 0.02
 
     def __post_init__(self) -> None:
         self.max_length = min(self.max_length, len(self.cost["v"]) - 1)
+        self._num_rows = int(self.cost.get("batch_size", 1))
         self.reads = "chain" if self.threshold > 0 else "nothing"
 
     def start(self) -> None:
@@ -208,7 +212,8 @@ class CostOptimal:
         if gains[best] > gains[now.length] * (1 + self.MARGIN):
             now.length = best
         if now.length == 0:
-            now.wait = min(2 * now.wait, 64) if probing else self.PROBE
+            longest = self.LONGEST_PAUSE * self._num_rows
+            now.wait = min(2 * now.wait, longest) if probing else self.PAUSE * self._num_rows
         now.idle = 0
 
     def _estimate(self, now: _Estimates) -> list[float]:
@@ -233,7 +238,7 @@ class CostOptimal:
                 fresh.accepted = [n * weight for n in self._seen.accepted]
             gains = self._gains(self._estimate(fresh))
             fresh.length = max(range(len(gains)), key=gains.__getitem__)
-            fresh.wait = 0 if fresh.length else self.PROBE
+            fresh.wait = 0 if fresh.length else self.PAUSE * self._num_rows
             self._rows[row] = fresh
         return self._rows[row]
 

@@ -145,6 +145,21 @@ def test_a_draft_that_is_never_right_costs_little() -> None:
     assert all(lengths[i] == 1 for i in probes)
 
 
+@pytest.mark.parametrize("rows", [1, 4, 8])
+def test_rows_that_probe_out_of_step_cost_a_batch_no_more_than_one_row(rows: int) -> None:
+    cost = {**COST, "batch_size": rows}
+    policy = CostOptimal(cost=cost, max_length=6)
+    policy.start()
+    widened = 0
+    for now in range(1200):
+        active = [row for row in range(rows) if now >= 3 * row]  # each starts three rounds after the one before
+        lengths = policy.lengths(active)
+        widened += max(lengths) > 0
+        for row, k in zip(active, lengths, strict=True):
+            policy.observe(row, k, 0)
+    assert 0 < widened < 60
+
+
 def test_cost_optimal_does_not_flip_flop_and_forgets() -> None:
     policy = cost_optimal()
     _, lengths = simulate(policy, 0.6, 500)
