@@ -11,33 +11,29 @@ Writes benchmarks/results/decode.json with machine, versions, date and command.
 from __future__ import annotations
 
 import json
-import sys
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import from_command_line, load_bench
-from transformers.utils.logging import set_verbosity_error
+from tqdm import tqdm
 
 from distill.generate import Task, answers
+from eval.race import Contestant, Tally, drafted, hf_generate, ours, plain, race
 from eval.speed import Bench
 from eval.suites import Question
 from specdec import cost, provenance
 from specdec.length import LengthPolicy, make_policy
 from specdec.measure import measure
 from specdec.pair import LanguageModel
-from specdec.sampling import Sampling
 from specdec.settings import load
-from specdec.show import ASSUMED_ACCEPTANCE
 from train.config import Config
 
-NUM_PROMPTS = 16
+NUM_PROMPTS = 32
 FIXED = (1, 2, 3, 4, 5)
 POLICIES = ("auto", "entropy", "history", "cost")
 HF_FIXED = (2, 3, 4, 5)
@@ -47,106 +43,36 @@ ANSWERS = 64  # answers for training, made at batch ANSWER_BATCH
 ANSWER_BATCH = 32
 OUT = Path(__file__).parent / "results" / "decode.json"
 
-Contestant = Callable[[Sequence[Sequence[int]]], int]
-"""Decodes prompts side by side; returns how many tokens it made."""
-
-
-@dataclass
-class Tally:
-    """Seconds and tokens of a contestant by domain."""
-
-    seconds: dict[str, float]
-    tokens: dict[str, int]
-
-    def speed(self, domain: str | None = None) -> float:
-        """Tokens per second on one domain, or on all."""
-        if domain is None:
-            return sum(self.tokens.values()) / sum(self.seconds.values())
-        return self.tokens[domain] / self.seconds[domain]
-
-
-def race(contestants: dict[str, Contestant], batches: Sequence[tuple[str, list[list[int]]]]) -> dict[str, Tally]:
-    """Every batch of (domain, prompts) through every contestant; the first batch also goes through once to warm up."""
-    tallies = {name: Tally(defaultdict(float), defaultdict(int)) for name in contestants}
-    for number, (domain, prompts) in enumerate([batches[0], *batches]):
-        names = list(contestants)
-        shift = number % len(names)  # who runs behind whom changes
-        for name in names[shift:] + names[:shift]:
-            began = time.perf_counter()
-            made = contestants[name](prompts)
-            if number:
-                tallies[name].seconds[domain] += time.perf_counter() - began
-                tallies[name].tokens[domain] += made
-        print(f"{number}/{len(batches)} {domain}", file=sys.stderr, flush=True)
-    return tallies
-
-
-def ours(bench: Bench, policy: LengthPolicy | str | None) -> Contestant:
-    """Our decoder: None is plain decoding, "lookup" prompt lookup, a policy the draft under it."""
-
-    def decode(prompts: Sequence[Sequence[int]]) -> int:
-        greedy = Sampling()
-        proposer = None
-        if policy == "lookup":
-            proposer = bench.prompt_lookup()
-        elif policy is not None:
-            assert not isinstance(policy, str)
-            proposer = replace(bench, policy=policy).draft_model(max(map(len, prompts)), greedy)
-        traces, _ = bench.run(prompts, [0] * len(prompts), greedy, proposer)
-        return sum(len(trace.tokens) for trace in traces)
-
-    return decode
-
-
-def hf(bench: Bench, assistant: dict[str, Any] | None = None, **arguments: Any) -> Contestant:
-    """transformers' greedy `generate`; `assistant`: the draft assists under these generation settings."""
-
-    @torch.inference_mode()
-    def decode(prompts: Sequence[Sequence[int]]) -> int:
-        longest, pad = max(map(len, prompts)), min(bench.target.eos_ids, default=0)
-        inputs = torch.tensor([[pad] * (longest - len(ids)) + list(ids) for ids in prompts])
-        mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
-        extra: dict[str, Any] = dict(arguments)
-        if assistant is not None:
-            extra["assistant_model"] = bench.draft.model
-            bench.draft.model.generation_config.update(**assistant)  # type: ignore[union-attr]
-        output = bench.target.model.generate(  # type: ignore[operator]
-            inputs.to(bench.target.device), attention_mask=mask.to(bench.target.device),
-            max_new_tokens=bench.max_new_tokens, do_sample=False, pad_token_id=pad, **extra,
-        )  # fmt: skip
-        return sum(_length(row, bench.target.eos_ids) for row in output[:, longest:].tolist())
-
-    return decode
-
-
-def _length(tokens: list[int], eos_ids: frozenset[int]) -> int:
-    return next((n + 1 for n, token in enumerate(tokens) if token in eos_ids), len(tokens))
-
 
 def policies(measured: dict[str, Any]) -> Iterator[tuple[str, LengthPolicy]]:
     """Everything that decides on K, by name; `cost` learns from prompt to prompt, as in a server."""
-    threshold = cost.confidence_threshold(measured, ASSUMED_ACCEPTANCE)
+    threshold = cost.confidence_threshold(measured, cost.ASSUMED_ACCEPTANCE)
     for name in (*FIXED, *POLICIES):
         label = f"K={name}" if isinstance(name, int) else name
         yield label, make_policy(name, threshold=threshold, cost=measured, keep=True)
+
+
+def by_policy(bench: Bench, measured: dict[str, Any]) -> dict[str, Contestant]:
+    """The draft under each policy."""
+    return {name: ours(bench, drafted(replace(bench, policy=policy))) for name, policy in policies(measured)}
 
 
 def batch_1(bench: Bench, measured: dict[str, Any], random: Bench) -> dict[str, Contestant]:
     """Who races at batch 1."""
     fixed = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
     return {
-        "plain": ours(bench, None),
-        **{name: ours(bench, policy) for name, policy in policies(measured)},
-        "lookup": ours(bench, "lookup"),
-        "random draft, cost": ours(random, make_policy("cost", cost=measured, keep=True)),
-        "hf generate": hf(bench),
-        **{f"hf assisted K={k}": hf(bench, {**fixed, "num_assistant_tokens": k}) for k in HF_FIXED},
-        "hf assisted dynamic": hf(
+        "plain": ours(bench, plain),
+        **by_policy(bench, measured),
+        "lookup": ours(bench, lambda _: bench.prompt_lookup()),
+        "random draft, cost": ours(random, drafted(random)),
+        "hf generate": hf_generate(bench),
+        **{f"hf assisted K={k}": hf_generate(bench, {**fixed, "num_assistant_tokens": k}) for k in HF_FIXED},
+        "hf assisted dynamic": hf_generate(
             bench,
             {"num_assistant_tokens": 20, "num_assistant_tokens_schedule": "constant",
              "assistant_confidence_threshold": 0.4},
         ),
-        "hf lookup": hf(bench, prompt_lookup_num_tokens=HF_LOOKUP),
+        "hf lookup": hf_generate(bench, prompt_lookup_num_tokens=HF_LOOKUP),
     }  # fmt: skip
 
 
@@ -176,7 +102,7 @@ def training_answers(bench: Bench, questions: Sequence[Question], job: Config) -
         return sum(len(answer.record["answer_ids"]) for _, answer in found)
 
     def generated(prompts: Sequence[Sequence[int]]) -> int:
-        decode = hf(bench)
+        decode = hf_generate(bench)
         return sum(decode(prompts[i : i + ANSWER_BATCH]) for i in range(0, len(prompts), ANSWER_BATCH))
 
     tallies = race({"distill.generate": made, "hf generate": generated}, [("", asked)])
@@ -186,6 +112,22 @@ def training_answers(bench: Bench, questions: Sequence[Question], job: Config) -
         **{name: tally.speed() for name, tally in tallies.items()},
         "ratio": tallies["distill.generate"].speed() / tallies["hf generate"].speed(),
     }
+
+
+def over_predicted(bench: Bench, measured: dict[str, Any], asked: Sequence[Question]) -> dict[str, float]:
+    """Measured speedup (behind the first token) over what the cost model makes of the very same rounds, by policy."""
+    found = {}
+    for name, policy in tqdm(list(policies(measured))):
+        racing = replace(bench, policy=policy)
+        runs = [
+            racing.race([q.prompt_ids], [0], temperature=0.0, order=n, lookup=False)[0] for n, q in enumerate(asked)
+        ]
+        plain_runs, drafted_runs = ([run[who] for run in runs] for who in ("plain", "speculative"))
+        speedup = sum(run["decode_s"] for run in plain_runs) / sum(run["decode_s"] for run in drafted_runs)
+        steps = sum(len(run["num_emitted"]) for run in plain_runs)
+        predicted = sum(cost.plain_steps(measured, k) for run in drafted_runs for k in run["num_drafts"])
+        found[name] = speedup / (steps / predicted)
+    return found
 
 
 def summary(tallies: dict[str, Tally]) -> dict[str, Any]:
@@ -223,23 +165,23 @@ def ratios(one: dict[str, Tally], many: dict[str, Tally]) -> dict[str, Any]:
 
 
 def main() -> None:
-    set_verbosity_error()  # assisted generation warns of arguments that it passes itself
     config, overrides, job = from_command_line()
     bench, questions = load_bench(job)
     quote = partial(measure, bench.target, bench.draft, vocab_size=bench.vocab_size)
     measured, at_large = quote(), quote(batch_size=LARGE_BATCH)
     asked = questions[:NUM_PROMPTS]
     singles = [(q.prompt.domain, [list(q.prompt_ids)]) for q in asked]
-    one = race(batch_1(bench, measured, replace(bench, draft=random_twin(bench.draft))), singles)
+    random = replace(bench, draft=random_twin(bench.draft), policy=make_policy("cost", cost=measured, keep=True))
+    one = race(batch_1(bench, measured, random), tqdm(singles))
     prompts = [prompt for _, [prompt] in singles]
     groups = [("", prompts[i : i + LARGE_BATCH]) for i in range(0, len(prompts) - LARGE_BATCH + 1, LARGE_BATCH)]
-    racing = {"plain": ours(bench, None), **{name: ours(bench, policy) for name, policy in policies(at_large)}}
-    many = race(racing, groups)
+    many = race({"plain": ours(bench, plain), **by_policy(bench, at_large)}, tqdm(groups))
     result = {
         "what": "greedy decoding, tokens per second with prefill, the same prompts interleaved",
         "prompts": len(asked),
         "max_new_tokens": bench.max_new_tokens,
         "ratios": ratios(one, many),
+        "measured_over_predicted": over_predicted(bench, measured, asked),
         "batch_1": summary(one),
         f"batch_{LARGE_BATCH}": summary(many),
         "training_answers": training_answers(bench, questions, load(Config, config, overrides)),
@@ -252,7 +194,8 @@ def main() -> None:
         print(title)
         for name, tally in sorted(tallies.items(), key=lambda item: -item[1].speed()):
             print(f"  {name:22}{tally.speed():8.1f} tokens/s {tally.speed() / tallies['plain'].speed():6.2f}x")
-    print(json.dumps({**result["ratios"], "training_answers": result["training_answers"]}, indent=1))
+    claims = ("ratios", "measured_over_predicted", "training_answers")
+    print(json.dumps({claim: result[claim] for claim in claims}, indent=1))
     print(OUT)
 
 

@@ -12,17 +12,19 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from common import from_command_line, load_bench
 
 from eval.lossless import in_fp32
-from eval.speed import Bench
+from eval.race import drafted, plain
+from eval.speed import Bench, Prompts
 from specdec import provenance
 from specdec.length import LengthPolicy, make_policy
 from specdec.measure import measure
-from specdec.propose import PromptLookup
+from specdec.propose import PromptLookup, Proposer
 from specdec.sampling import Sampling
 
 LENGTHS: tuple[int | str, ...] = (*range(9), "confidence", "entropy", "history", "cost")
@@ -34,16 +36,15 @@ def decode(
     bench: Bench, prompts: list[list[int]], batch_size: int, proposer: str, policy: LengthPolicy
 ) -> list[list[int]]:
     """Every prompt's answer, decoded in batches, as `proposer` ("plain", "draft", "lookup") drafts."""
-    greedy, found = Sampling(), []
-    drafting = replace(bench, policy=policy)
+    proposers: dict[str, Callable[[Prompts], Proposer | None]] = {
+        "plain": plain,
+        "draft": drafted(replace(bench, policy=policy)),
+        "lookup": lambda _: PromptLookup(policy=policy, device=bench.target.device),
+    }
+    found = []
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
-        made = {
-            "plain": lambda: None,
-            "draft": lambda batch=batch: drafting.draft_model(max(map(len, batch)), greedy),
-            "lookup": lambda: PromptLookup(policy=policy, device=bench.target.device),
-        }[proposer]()
-        traces, _ = bench.run(batch, [0] * len(batch), greedy, made)
+        traces, _ = bench.run(batch, [0] * len(batch), Sampling(), proposers[proposer](batch))
         found += [trace.tokens for trace in traces]
     return found
 
@@ -54,7 +55,7 @@ def main() -> None:
     prompts = sorted((list(q.prompt_ids) for q in questions), key=len)  # even batches
     measured = measure(loaded.target, loaded.draft, vocab_size=loaded.vocab_size)
     bench = replace(loaded, target=in_fp32(loaded.target), draft=in_fp32(loaded.draft))
-    plain = decode(bench, prompts, 1, "plain", make_policy(0))
+    reference = decode(bench, prompts, 1, "plain", make_policy(0))
     found = []
     out = RESULTS / f"identity-{Path(job.eval.suite).stem}.json"
     for batch_size in BATCHES:
@@ -64,18 +65,18 @@ def main() -> None:
                     continue  # they read the draft's distribution; a copy has none
                 began = time.perf_counter()
                 answers = decode(bench, prompts, batch_size, proposer, make_policy(length, cost=measured))
-                differ = [n for n, (a, b) in enumerate(zip(plain, answers, strict=True)) if a != b]
+                differ = [n for n, (a, b) in enumerate(zip(reference, answers, strict=True)) if a != b]
                 found.append(
                     {"batch_size": batch_size, "draft_length": length, "proposer": proposer,
-                     "identical": len(plain) - len(differ), "differ": differ}
+                     "identical": len(reference) - len(differ), "differ": differ}
                 )  # fmt: skip
-                share = f"{len(plain) - len(differ)}/{len(plain)}"
+                share = f"{len(reference) - len(differ)}/{len(reference)}"
                 took = time.perf_counter() - began
                 print(f"{batch_size:3} {proposer:7} {length!s:11} {share} {took:.0f} s", flush=True)
                 result = {
                     "what": "greedy answers in float32 that are identical to plain decoding at batch 1",
                     "suite": Path(job.eval.suite).name,
-                    "prompts": len(plain),
+                    "prompts": len(reference),
                     "max_new_tokens": bench.max_new_tokens,
                     "runs": found,
                     "environment": provenance.collect(),

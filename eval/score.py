@@ -19,9 +19,10 @@ from eval.folder import EvalFolder, Key
 from eval.lossless import lossless_check
 from eval.metrics import expected_acceptance as expected_pair
 from eval.metrics import total
+from eval.race import hf_baseline
 from eval.report import build_report, write_report
 from eval.settings import EvalSection
-from eval.speed import Bench, hf_baseline
+from eval.speed import Bench
 from eval.suites import Question, load_suite
 from specdec import cost, provenance
 from specdec.architecture import context_length
@@ -45,7 +46,6 @@ from specdec.pair import (
 from specdec.render import Renderer
 from specdec.sampling import Sampling
 from specdec.settings import RunSection, Section
-from specdec.show import ASSUMED_ACCEPTANCE
 
 HF_PROMPTS = 6  # each is decoded four times over; more would take longer than the race itself
 
@@ -86,7 +86,7 @@ def evaluate(job: EvalJob, target: LanguageModel | None = None) -> tuple[dict[st
     vocab_size = check_pair(target, draft)
     folder.begin()
     measured = folder.measure("cost", lambda: measure(target, draft, vocab_size=vocab_size))
-    alpha = _last(training, "eval/greedy_agreement", ASSUMED_ACCEPTANCE)
+    alpha = _last(training, "eval/greedy_agreement", cost.ASSUMED_ACCEPTANCE)
     threshold = cost.confidence_threshold(measured, alpha)
     policy = make_policy(job.eval.draft_length, threshold=threshold, cost=measured)
     bench = Bench(

@@ -1,12 +1,8 @@
 """Measured speed: prompts decoded plainly and speculatively by the same engine, interleaved and paired."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch
-from transformers.utils.logging import set_verbosity_error
 
 from specdec.decoder import Decoder, Limits, Request
 from specdec.length import Fixed, LengthPolicy
@@ -97,50 +93,3 @@ class Bench:
                 )
             },
         }
-
-
-@torch.inference_mode()
-def hf_baseline(bench: Bench, prompts: Prompts) -> dict[str, Any]:
-    """transformers' greedy `generate`, alone and assisted by the draft, beside our plain and speculative decoding.
-
-    The same prompts one by one, interleaved, prefill included in all four: the outside yardstick.
-    """
-    seconds = dict.fromkeys(("hf", "assisted", "plain", "speculative"), 0.0)
-    tokens = dict.fromkeys(seconds, 0)
-    greedy = Sampling()
-    for number, ids in enumerate([prompts[0], *prompts]):
-        shift = number % len(seconds)  # who runs behind whom changes, as in a race
-        for name in [*seconds][shift:] + [*seconds][:shift]:
-            began = time.perf_counter()
-            if name in ("hf", "assisted"):
-                made = _hf_generate(bench, ids, assisted=name == "assisted")
-            else:
-                proposer = bench.draft_model(len(ids), greedy) if name == "speculative" else None
-                made = len(bench.run([ids], [0], greedy, proposer)[0][0].tokens)
-            if number:  # the first round warms up
-                seconds[name] += time.perf_counter() - began
-                tokens[name] += made
-    speeds = {name: tokens[name] / seconds[name] for name in seconds}
-    return {
-        "tokens_per_s": speeds["hf"],
-        "assisted_tokens_per_s": speeds["assisted"],
-        "plain_tokens_per_s": speeds["plain"],
-        "speculative_tokens_per_s": speeds["speculative"],
-        "prompts": len(prompts),
-        "num_tokens": tokens["hf"],
-    }
-
-
-def _hf_generate(bench: Bench, ids: Sequence[int], *, assisted: bool) -> int:
-    set_verbosity_error()  # assisted generation warns of arguments that it passes itself
-    inputs = torch.tensor([list(ids)], device=bench.target.device)
-    extra = {"assistant_model": bench.draft.model} if assisted else {}
-    output = bench.target.model.generate(  # type: ignore[operator]
-        inputs,
-        attention_mask=torch.ones_like(inputs),
-        max_new_tokens=bench.max_new_tokens,
-        do_sample=False,
-        pad_token_id=min(bench.target.eos_ids, default=0),
-        **extra,
-    )
-    return int(output.shape[1] - inputs.shape[1])

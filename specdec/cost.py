@@ -10,6 +10,9 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+ASSUMED_ACCEPTANCE = 0.5
+"""Of a draft that nothing has measured yet."""
+
 
 def accepted_length(acceptance: float | Sequence[float], draft_length: int) -> float:
     """tau = 1 + a_1 + a_1 a_2 + ...: tokens a round emits when draft k is accepted with chance a_k behind the others.
@@ -20,13 +23,16 @@ def accepted_length(acceptance: float | Sequence[float], draft_length: int) -> f
     return float(1.0 + sum(itertools.accumulate(chances, operator.mul)))
 
 
-def predicted_speedup(cost: Mapping[str, Any], acceptance: float | Sequence[float], draft_length: int) -> float:
-    """tau / (K c + v(K+1) + h); exactly 1 at K = 0, which is plain decoding."""
+def plain_steps(cost: Mapping[str, Any], draft_length: int) -> float:
+    """K c + v(K+1) + h: what a round of K drafts takes, in plain steps; 1 at K = 0."""
     if draft_length == 0:
         return 1.0
-    return accepted_length(acceptance, draft_length) / float(
-        draft_length * cost["c"] + cost["v"][str(draft_length + 1)] + cost["h"]
-    )
+    return float(draft_length * cost["c"] + cost["v"][str(draft_length + 1)] + cost["h"])
+
+
+def predicted_speedup(cost: Mapping[str, Any], acceptance: float | Sequence[float], draft_length: int) -> float:
+    """tau / (K c + v(K+1) + h); exactly 1 at K = 0, which is plain decoding."""
+    return accepted_length(acceptance, draft_length) / plain_steps(cost, draft_length)
 
 
 def best_draft_length(cost: Mapping[str, Any], acceptance: float) -> int:

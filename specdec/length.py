@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from specdec.cost import predicted_speedup
+from specdec.cost import ASSUMED_ACCEPTANCE, predicted_speedup
 from specdec.errors import UserError
 
 MAX_AUTO_LENGTH = 6
@@ -151,7 +151,7 @@ class CostOptimal:
     cost: Mapping[str, Any]
     """c, v and h of `specdec.measure.measure`, for the batch size that is served."""
     max_length: int
-    prior: float = 0.5
+    prior: float = ASSUMED_ACCEPTANCE
     """Acceptance before anything is known."""
     prior_weight: float = 2.0
     """Drafts that the prior counts for."""

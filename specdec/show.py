@@ -16,8 +16,6 @@ from specdec.settings import RunSection, Section
 from specdec.text import TextStream
 from specdec.trace import Times, Trace
 
-ASSUMED_ACCEPTANCE = 0.5  # of a draft that nothing has measured yet; it only sets the auto policy's threshold
-
 Writer = Callable[[str, bool], None]
 """Called with a piece of text and whether it was an accepted draft."""
 
@@ -120,5 +118,5 @@ def _policy(length: int | str, target: LanguageModel, draft: LanguageModel, voca
     if length not in ("auto", "confidence", "cost"):
         return make_policy(length)
     measured = measure(target, draft, vocab_size=vocab_size)
-    threshold = cost.confidence_threshold(measured, ASSUMED_ACCEPTANCE)
+    threshold = cost.confidence_threshold(measured, cost.ASSUMED_ACCEPTANCE)
     return make_policy(length, threshold=threshold, cost=measured)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from specdec.cost import predicted_speedup
+from specdec.cost import plain_steps, predicted_speedup
 from specdec.errors import UserError
 from specdec.length import MAX_AUTO_LENGTH, Confidence, CostOptimal, EntropyBound, Fixed, History, make_policy
 from specdec.pair import LanguageModel
@@ -117,7 +117,7 @@ def simulate(policy: CostOptimal, alpha: float, rounds: int, seed: int = 0) -> t
         hits = (torch.rand(k, generator=generator) < alpha).long()
         accepted = int(hits.cumprod(dim=0).sum())
         policy.observe(0, k, accepted)
-        spent += 1.0 if k == 0 else k * COST["c"] + COST["v"][str(k + 1)] + COST["h"]  # type: ignore[index, operator]
+        spent += plain_steps(COST, k)
         tokens += accepted + 1
         lengths.append(k)
     return spent / tokens, lengths
