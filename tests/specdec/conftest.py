@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,8 +82,8 @@ def target(tiny_tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
 
 
 @pytest.fixture(scope="session")
-def drafts(target: LanguageModel) -> dict[str, LanguageModel]:
-    """One that knows nothing, one that is the target, one right half the time, and that with a short head."""
+def drafts(target: LanguageModel) -> dict[str, LanguageModel | str]:
+    """One that knows nothing, one that is the target, one right half the time, that with a short head; the lookup."""
     tokenizer, model = target.tokenizer, target.model
     near = blurred(model, 0.01)
     ids = torch.arange(0, VOCAB, 2)
@@ -91,6 +92,7 @@ def drafts(target: LanguageModel) -> dict[str, LanguageModel]:
         "self": as_language_model(copy.deepcopy(model), tokenizer),
         "near": as_language_model(near, tokenizer),
         "short": as_language_model(copy.deepcopy(near), tokenizer, head_ids=ids),
+        "lookup": LOOKUP,
     }
 
 
@@ -164,6 +166,18 @@ def run(
 @pytest.fixture(scope="session")
 def decode() -> Decode:
     return decode_all
+
+
+@pytest.fixture(scope="session")
+def plain(target: LanguageModel, prompts: list[list[int]], decode: Decode) -> list[Trace]:
+    return decode(target, prompts)
+
+
+@pytest.fixture(scope="session")
+def common_ids(plain: list[Trace]) -> list[int]:
+    """Ids that turn up in most answers, but not at once: as EOS they land inside drafts."""
+    counts = Counter(token for trace in plain for token in set(trace.tokens[4:]))
+    return [token for token, _ in counts.most_common(3)]
 
 
 @pytest.fixture(scope="session")

@@ -193,7 +193,7 @@ def test_every_policy_in_any_batch(
     sampling: Sampling,
 ) -> None:
     """Greedy text is the plain one; sampled text does not know its batch mates; the own twin is always accepted."""
-    more = {"draft": drafts.get(name, name), "length": length, "sampling": sampling, "max_new_tokens": 30}
+    more = {"draft": drafts[name], "length": length, "sampling": sampling, "max_new_tokens": 30}
     rows, seeds = prompts[:6], list(range(6))
     alone = decode(target, rows, batch_size=1, seeds=seeds, **more)
     together = decode(target, rows, batch_size=6, seeds=seeds, **more)
