@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 # Commands below need no network once installed.
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
 
-.PHONY: quickstart test check bench wheel clean
+.PHONY: quickstart test check bench test-gpu bench-gpu wheel clean
 
 # From nothing to a trained draft and its report, on a CPU.
 quickstart: $(STAMP)
@@ -22,6 +22,13 @@ check: $(STAMP)
 # Ours against transformers, with the draft that `make quickstart` made. Keep the machine idle.
 bench: $(STAMP)
 	$(OFFLINE) PYTHONPATH=. $(BIN)/python benchmarks/decode.py configs/quickstart.yaml
+
+# The same on a GPU: what only runs there, and the race on it. Both need a CUDA build of torch in $(VENV).
+test-gpu: $(STAMP)
+	$(OFFLINE) $(BIN)/python -m pytest -q -m gpu $(PYTEST_ARGS)
+
+bench-gpu: $(STAMP)
+	$(OFFLINE) PYTHONPATH=. $(BIN)/python benchmarks/decode.py configs/quickstart.yaml target.device=cuda
 
 wheel: $(STAMP)
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .

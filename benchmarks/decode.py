@@ -5,7 +5,7 @@
 Takes the best draft of CONFIG's run folder (configs/quickstart.yaml; run it first). At batch 1 every prompt goes
 through every contestant, one after the other, in an order that rotates; then the same prompts at batch 8, and answers
 for training at batch 32. Greedy, prefill included everywhere. Ratios are of sums over the same prompts in the same run.
-Writes benchmarks/results/decode.json with machine, versions, date and command.
+Writes benchmarks/results/decode.json (decode-cuda.json on a GPU) with machine, versions, date and command.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HF_LOOKUP = 4
 LARGE_BATCH = 8
 ANSWERS = 64  # answers for training, made at batch ANSWER_BATCH
 ANSWER_BATCH = 32
-OUT = Path(__file__).parent / "results" / "decode.json"
+RESULTS = Path(__file__).parent / "results"
 
 
 def policies(measured: dict[str, Any]) -> Iterator[tuple[str, LengthPolicy]]:
@@ -188,15 +188,16 @@ def main() -> None:
         "cost": [measured, at_large],
         "environment": provenance.collect(),
     }
-    OUT.parent.mkdir(exist_ok=True)
-    OUT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    device = bench.target.device.type
+    out = RESULTS / ("decode.json" if device == "cpu" else f"decode-{device}.json")
+    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for title, tallies in (("batch 1", one), (f"batch {LARGE_BATCH}", many)):
         print(title)
         for name, tally in sorted(tallies.items(), key=lambda item: -item[1].speed()):
             print(f"  {name:22}{tally.speed():8.1f} tokens/s {tally.speed() / tallies['plain'].speed():6.2f}x")
     claims = ("ratios", "measured_over_predicted", "training_answers")
     print(json.dumps({claim: result[claim] for claim in claims}, indent=1))
-    print(OUT)
+    print(out)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from specdec.architecture import context_length, refuse_unsupported, windows
+from specdec.graphs import VIEW_STEP as STATIC_VIEW_STEP
+from specdec.graphs import Graphs, Recorder, record
 from specdec.kernels import MOST_TOKENS, fast_forward
 
 VIEW_STEP = 64  # attention reads whole multiples of this many slots
@@ -42,7 +44,7 @@ class SlotLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         owner = self.owner
         assert self.keys is not None and self.values is not None
-        if key_states.shape[0] == 1:  # one row: its tokens are neighbours, a slice is cheaper than a scatter
+        if key_states.shape[0] == 1 and not owner.static:  # neighbours in memory: a slice is cheaper than a scatter
             start = owner.start
             self.keys[:, :, start : start + key_states.shape[2]] = key_states
             self.values[:, :, start : start + key_states.shape[2]] = value_states
@@ -66,10 +68,13 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """Keys and values of B rows of different lengths. `positions` [B, N] says where this forward writes."""
+    """Keys and values of B rows of different lengths. `positions` [B, N] says where this forward writes.
 
-    def __init__(self, num_layers: int, num_slots: int) -> None:
-        self.num_slots = num_slots
+    `static`: nothing of a forward but its tensors' contents depends on how far the rows have come, within a view.
+    """
+
+    def __init__(self, num_layers: int, num_slots: int, *, static: bool = False) -> None:
+        self.num_slots, self.static = num_slots, static
         self.positions = torch.zeros(1, 1, dtype=torch.long)
         self.start = 0
         self.view = num_slots
@@ -96,15 +101,17 @@ class SlotCache(Cache):
         assert last < self.num_slots, "a forward reaches past the last slot"
         self.positions, self.start = positions, starts[0]
         # One token of one row sees every slot up to its own: a view cut there needs no mask.
-        self.exact = positions.numel() == 1
-        step = 1 if self.exact else VIEW_STEP
+        self.exact = positions.numel() == 1 and not self.static
+        step = STATIC_VIEW_STEP if self.static else 1 if self.exact else VIEW_STEP
         self.view = min(self.num_slots, -(-(last + 1) // step) * step)
 
 
 class Runner:
     """A model with its slot cache: `forward` any tokens at any per-row positions, get their hidden states."""
 
-    def __init__(self, model: PreTrainedModel, num_slots: int, *, eager: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, num_slots: int, *, eager: bool = False, recorder: Recorder | None = None
+    ) -> None:
         self.model = model
         config = model.config.get_text_config()
         known = inspect.signature(model.base_model.forward).parameters
@@ -112,7 +119,10 @@ class Runner:
         self.windows = windows(config)
         self.last_position = context_length(config) - 1
         self.cache_argument = "cache" if "cache" in known else "past_key_values"  # renamed within transformers 5
-        self.cache = SlotCache(config.num_hidden_layers, num_slots)
+        if recorder is None and model.device.type == "cuda" and not eager:
+            recorder = record
+        self.graphs = Graphs(self._eager, recorder) if recorder else None
+        self.cache = SlotCache(config.num_hidden_layers, num_slots, static=self.graphs is not None)
         self.fast = None if eager else fast_forward(model, num_slots, self.last_position)
         self.filled: list[int] = []  # slots of each row that were written without a gap; empty before the first forward
 
@@ -125,6 +135,8 @@ class Runner:
         positions = self._place(tokens, starts)
         if self.fast is not None and tokens.numel() <= MOST_TOKENS:
             return self.fast(tokens, positions, self.cache.layers)
+        if self.graphs is not None:
+            return self.graphs(tokens, positions, self.cache.view)
         return self._eager(tokens, positions)
 
     def _place(self, tokens: Tensor, starts: Sequence[int] | Tensor) -> Tensor:  # [B, N], [B] -> positions [B, N]
@@ -139,6 +151,7 @@ class Runner:
 
     def _eager(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """The unmodified model."""
+        self.cache.positions = positions  # a graph's own tensor, while it is captured
         # A row near its context's end rides along with longer drafts: a learned table has no row for those columns.
         output = self.model.base_model(
             input_ids=tokens,
@@ -175,11 +188,12 @@ class Runner:
 
         They are read in a cache of their own, so that the other rows are not computed, and then move in.
         """
-        running, filled = self.cache, self.filled
+        running, filled, graphs = self.cache, self.filled, self.graphs
+        self.graphs = None  # they write to the running cache
         self.cache = SlotCache(len(running.layers), tokens.shape[1])
         hidden = self.prefill(tokens, lengths)
         running.adopt(torch.tensor(rows, device=tokens.device), self.cache)
-        self.cache, self.filled = running, filled
+        self.cache, self.filled, self.graphs = running, filled, graphs
         for row, length in zip(rows, lengths, strict=True):
             self.filled[row] = length
         return hidden
@@ -188,6 +202,8 @@ class Runner:
         """Drop all rows but these, in this order."""
         self.cache.keep(torch.tensor(rows, device=self.cache.positions.device))
         self.filled = [self.filled[row] for row in rows]
+        if self.graphs is not None:
+            self.graphs.forget()
 
     def _masks(self, positions: Tensor) -> Any:
         if self.cache.exact and all(w is None or self.cache.view <= w for w in self.windows.values()):
