@@ -20,7 +20,7 @@ from specdec.pair import LanguageModel
 from specdec.prefix import Prefix, adjust
 from specdec.propose import Committed, Proposer
 from specdec.sampling import Purpose, Sampling, choose, draw, of_round, uniform, warp
-from specdec.trace import Round, Times, Trace
+from specdec.trace import Round, Stopwatch, Times, Trace
 from specdec.verify import RULES, Proposal, greedy_rule
 
 
@@ -184,7 +184,7 @@ class Decoder:
         )
 
     def _round(self) -> None:
-        began = time.perf_counter()
+        watch = Stopwatch(self.target.device)
         rows = [self.rows[i] for i in self.active]
         starts = [len(r) - 1 for r in rows]
         seeds = self._seeds(self.active)
@@ -193,11 +193,11 @@ class Decoder:
         prefix = self._prefix(self.active)
         # 1. Draft, never more than a row can still emit beside the target's own token.
         proposal = self._propose(rows, seeds, prefix)
-        drafted = time.perf_counter()
+        watch.mark()
         # 2. One target forward over the last committed token and the drafts.
         last = torch.tensor([[r[-1]] for r in rows], device=self.target.device)
         logits = self.head(self.runner.forward(torch.cat([last, proposal.tokens], dim=1), starts))
-        verified = time.perf_counter()
+        watch.mark()
         # 3. Verify; then one transfer to the host carries the whole round.
         along = prefix and prefix.along(proposal.tokens)
         accepted, following = self._verify(adjust(logits, self.sampling, along), proposal, starts, seeds)
@@ -210,13 +210,10 @@ class Decoder:
                 self._commit(index, num_drafts, num_accepted, [*drafts[:num_accepted], token])
         if self.proposer:
             self.proposer.roll_back([len(row) for row in rows])
+        draft_s, verify_s, host_s = watch.split()
         self.times.rounds.append(
             Round(
-                num_rows=len(rows),
-                num_columns=logits.shape[1],
-                draft_s=drafted - began,
-                verify_s=verified - drafted,
-                host_s=time.perf_counter() - verified,
+                num_rows=len(rows), num_columns=logits.shape[1], draft_s=draft_s, verify_s=verify_s, host_s=host_s
             )
         )
 

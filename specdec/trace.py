@@ -1,8 +1,12 @@
 """What a decode leaves behind: one record a round and row, and the counters derived from it in one place."""
 
+import itertools
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +103,30 @@ class Trace:
             "num_accepted": self.num_accepted,
             "num_emitted": self.num_emitted,
         }
+
+
+class Stopwatch:
+    """Splits a round's wall clock at `mark`s. On a GPU, whose work is queued, by events in that queue."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.began = time.perf_counter()
+        self.marks: list[Any] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """What comes next is another part."""
+        if self.cuda:
+            self.marks.append(torch.cuda.Event(enable_timing=True))
+            self.marks[-1].record()
+        else:
+            self.marks.append(time.perf_counter())
+
+    def split(self) -> list[float]:
+        """Seconds between the marks, then the rest until now; on a GPU, call it once the host has waited for them."""
+        pairs = itertools.pairwise(self.marks)
+        parts = [a.elapsed_time(b) / 1e3 if self.cuda else b - a for a, b in pairs]
+        return [*parts, max(time.perf_counter() - self.began - sum(parts), 0.0)]
 
 
 def acceptance(traces: Iterable[Trace]) -> float:

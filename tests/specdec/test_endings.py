@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from specdec.pair import LanguageModel
 from specdec.sampling import Sampling
-from specdec.trace import Trace, acceptance
+from specdec.trace import Stopwatch, Trace, acceptance
 
 Decode = Callable[..., list[Trace]]
 Prompts = list[list[int]]
@@ -164,3 +165,27 @@ def test_trace_check_notices(broken: dict[str, list[int]]) -> None:
     number = 5 if broken != {"num_emitted": [3, 1]} else 4
     with pytest.raises(AssertionError):
         Trace(prompt_tokens=1, tokens=[5] * number, **bad).check()
+
+
+def test_a_stopwatch_splits_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 10.0, 11.0, 13.5, 14.0])
+    monkeypatch.setattr("specdec.trace.time.perf_counter", lambda: next(clock))
+    watch = Stopwatch(torch.device("cpu"))
+    watch.mark()
+    watch.mark()
+    assert watch.split() == [1.0, 2.5, 0.5]
+
+
+@pytest.mark.gpu
+def test_a_stopwatch_sees_what_a_gpu_does() -> None:
+    """Queued work belongs to its own part, not to the one in which the host waits for it."""
+    matrix = torch.randn(4096, 4096, device="cuda")
+    for _ in range(2):
+        watch = Stopwatch(matrix.device)
+        for _ in range(50):
+            matrix = matrix @ matrix
+        watch.mark()
+        watch.mark()
+        matrix.sum().item()
+        work, nothing, rest = watch.split()
+    assert work > 10 * max(nothing, rest)
