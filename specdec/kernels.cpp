@@ -118,16 +118,17 @@ static void unpack(const bf16* x, active* out, int64_t size) {
 #endif
 
 static const int64_t OUTPUTS = 4;  // outputs summed together: a block's weights stay in the first cache
-static const int64_t AHEAD = 4;    // blocks fetched early
+static const int64_t AHEAD = 4;    // blocks fetched early, into the second cache: many may be on their way at once
 
-template <int ROWS, class Store>
+template <int ROWS, bool FETCH, class Store>
 static inline void sum_block(const active* x, const bf16* const* w, int64_t size, int64_t row, int64_t valid,
                              Store store) {
   lanes total[OUTPUTS][ROWS] = {};
   for (int64_t k = 0; k < size; k += 32) {
 #pragma GCC unroll 16
     for (int j = 0; j < OUTPUTS; j++) {
-      words weights = load(w[j] + k);
+      words weights = load(w[j] + k);  // a line used, a line asked for: reading and multiplying overlap
+      if (FETCH) __builtin_prefetch(w[0] + AHEAD * OUTPUTS * size + OUTPUTS * k + 32 * j, 0, 2);
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; r++) total[j][r] = multiply(total[j][r], weights, Chunk(x + (row + r) * size + k));
     }
@@ -146,14 +147,16 @@ static inline void linear_block(const active* x, const bf16* w, int64_t size, in
   int64_t first = block * OUTPUTS, valid = std::min(OUTPUTS, outputs - first);
   const bf16* each[OUTPUTS];
   for (int64_t j = 0; j < OUTPUTS; j++) each[j] = w + (first + std::min(j, valid - 1)) * size;
-  if (first + (AHEAD + 1) * OUTPUTS <= outputs)
-    for (int64_t k = 0; k < OUTPUTS * size; k += 32) __builtin_prefetch(each[0] + AHEAD * OUTPUTS * size + k);
   auto put = [&](int64_t r, int64_t j, float value) { store(r, first + j, value); };
-  int64_t r = 0;
-  for (; r + 4 <= rows; r += 4) sum_block<4>(x, each, size, r, valid, put);
-  if (rows - r == 3) sum_block<3>(x, each, size, r, valid, put);
-  if (rows - r == 2) sum_block<2>(x, each, size, r, valid, put);
-  if (rows - r == 1) sum_block<1>(x, each, size, r, valid, put);
+  if (rows == 1) return sum_block<1, true>(x, each, size, 0, valid, put);
+  if (rows == 2) return sum_block<2, true>(x, each, size, 0, valid, put);
+  if (rows == 3) return sum_block<3, true>(x, each, size, 0, valid, put);
+  sum_block<4, true>(x, each, size, 0, valid, put);
+  int64_t r = 4;
+  for (; r + 4 <= rows; r += 4) sum_block<4, false>(x, each, size, r, valid, put);
+  if (rows - r == 3) sum_block<3, false>(x, each, size, r, valid, put);
+  if (rows - r == 2) sum_block<2, false>(x, each, size, r, valid, put);
+  if (rows - r == 1) sum_block<1, false>(x, each, size, r, valid, put);
 }
 
 static inline int64_t blocks(int64_t outputs) { return (outputs + OUTPUTS - 1) / OUTPUTS; }
