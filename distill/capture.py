@@ -27,6 +27,13 @@ def top_k_log_probs(
 
     The softmax runs over the whole vocabulary in float32. A vocabulary smaller than k is kept whole.
     """
-    logits = logits.float()
-    values, ids = logits.topk(min(k, logits.shape[-1]), dim=-1, sorted=True)
-    return ids.to(torch.int32), values - logits.logsumexp(-1, keepdim=True)
+    k = min(k, logits.shape[-1])
+    ids = torch.empty(len(logits), k, dtype=torch.int32, device=logits.device)
+    log_probs = torch.empty(len(logits), k, device=logits.device)
+    rows = 8 if logits.device.type == "cpu" else max(len(logits), 1)  # a CPU's cache holds so many float32 copies
+    for piece, here, there in zip(logits.split(rows), ids.split(rows), log_probs.split(rows), strict=True):
+        wide = piece.float()
+        values, best = wide.topk(k, dim=-1, sorted=True)
+        here.copy_(best)
+        torch.sub(values, wide.logsumexp(-1, keepdim=True), out=there)
+    return ids, log_probs

@@ -4,7 +4,8 @@ Letters: B rows, H key heads, N tokens of this forward, S slots, D head width.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from specdec.kernels import MOST_TOKENS, fast_forward
 
 VIEW_STEP = 64  # attention reads whole multiples of this many slots
 PREFILL_CHUNK = 512  # tokens of a prompt read at once: bounds the memory of attention scores
+SHORTEST_BEGINNING = 8  # tokens that a batch's prompts must share before they are read once for all of them
 
 
 class SlotLayer(CacheLayerMixin):
@@ -88,10 +90,17 @@ class SlotCache(Cache):
             layer.keys, layer.values = layer.keys[rows], layer.values[rows]
 
     def adopt(self, rows: Tensor, other: "SlotCache") -> None:
-        """Overwrite these rows with the rows of another cache, which may have fewer slots."""
+        """Overwrite these rows with the rows of another cache, which may have fewer slots; its only row goes to all.
+
+        A cache without slots yet gets them, for these rows.
+        """
         for ours, theirs in zip(self.layers, other.layers, strict=True):
-            assert isinstance(ours, SlotLayer) and ours.keys is not None and ours.values is not None
+            assert isinstance(ours, SlotLayer)
             assert isinstance(theirs, SlotLayer) and theirs.keys is not None and theirs.values is not None
+            if not ours.is_initialized:
+                size = (len(rows), -1, -1, -1)
+                ours.lazy_initialization(theirs.keys.expand(size), theirs.values.expand(size))
+            assert ours.keys is not None and ours.values is not None
             ours.keys[rows, :, : other.num_slots] = theirs.keys
             ours.values[rows, :, : other.num_slots] = theirs.values
 
@@ -165,14 +174,22 @@ class Runner:
     def prefill(
         self, tokens: Tensor, lengths: Sequence[int] | Tensor, chunk: int | None = None
     ) -> Tensor:  # [B, P] right-padded, [B] -> [B, H]
-        """Read prompts in chunks; returns the hidden state of each row's last token. The padding's slots go stale."""
+        """Read prompts in chunks; returns the hidden state of each row's last token. The padding's slots go stale.
+
+        A beginning that all rows share (a chat template's system message) is read once, then copied.
+        """
         lengths = _on_host(lengths)
+        shared = _shared_tokens(tokens, lengths)
+        if shared:
+            with self._aside(shared) as aside:
+                self.prefill(tokens[:1, :shared], [shared])
+            self.cache.adopt(torch.arange(len(lengths), device=tokens.device), aside)
         # The fast path takes as much as fits, so that a row is read by it whoever its batch mates are.
         chunk = chunk or (max(MOST_TOKENS // len(lengths), 1) if self.fast is not None else PREFILL_CHUNK)
         last = torch.tensor(lengths, device=tokens.device) - 1
-        self.filled = []
+        self.filled = [shared] * len(lengths)
         result: Tensor | None = None
-        for start in range(0, tokens.shape[1], chunk):
+        for start in range(shared, tokens.shape[1], chunk):
             piece = tokens[:, start : start + chunk]
             hidden = self.forward(piece, [start] * len(lengths))
             here = (last >= start) & (last < start + piece.shape[1])
@@ -188,15 +205,21 @@ class Runner:
 
         They are read in a cache of their own, so that the other rows are not computed, and then move in.
         """
-        running, filled, graphs = self.cache, self.filled, self.graphs
-        self.graphs = None  # they write to the running cache
-        self.cache = SlotCache(len(running.layers), tokens.shape[1])
-        hidden = self.prefill(tokens, lengths)
-        running.adopt(torch.tensor(rows, device=tokens.device), self.cache)
-        self.cache, self.filled, self.graphs = running, filled, graphs
+        with self._aside(tokens.shape[1]) as aside:
+            hidden = self.prefill(tokens, lengths)
+        self.cache.adopt(torch.tensor(rows, device=tokens.device), aside)
         for row, length in zip(rows, lengths, strict=True):
             self.filled[row] = length
         return hidden
+
+    @contextmanager
+    def _aside(self, num_slots: int) -> Iterator[SlotCache]:
+        """Forwards inside work on the cache that this yields; the running one waits."""
+        running, filled, graphs = self.cache, self.filled, self.graphs
+        self.graphs = None  # they write to the running cache
+        self.cache = SlotCache(len(running.layers), num_slots)
+        yield self.cache
+        self.cache, self.filled, self.graphs = running, filled, graphs
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all rows but these, in this order."""
@@ -220,6 +243,15 @@ class Runner:
         dtype = self.model.dtype
         hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=positions.device)
         return torch.where(seen, torch.zeros_like(hidden), hidden).unsqueeze(1)
+
+
+def _shared_tokens(tokens: Tensor, lengths: Sequence[int]) -> int:  # [B, P], [B]
+    """How many tokens at the beginning of all rows are worth reading once; each row keeps one of its own."""
+    if len(lengths) == 1:
+        return 0
+    same = (tokens == tokens[:1]).all(dim=0)[: min(lengths) - 1]
+    shared = int(same.cumprod(dim=0).sum())
+    return shared if shared >= SHORTEST_BEGINNING else 0
 
 
 def _on_host(numbers: Sequence[int] | Tensor) -> Sequence[int]:

@@ -20,6 +20,10 @@ from train.config import Config
 from train.loop import Outcome, Trainer
 from train.runtime import finish, start
 
+SHORT_ROWS = 512
+"""Tokens of a row up to which a CPU learns with the eager attention: torch's fused one takes a fifth longer a step
+there (RESULTS.md), and the scores of longer rows would not fit into memory."""
+
 
 def train(config: Config, target: LanguageModel | None = None) -> Outcome:
     """Train, or go on training, the draft of a run folder that holds answers. Raises UserError."""
@@ -47,6 +51,8 @@ def train(config: Config, target: LanguageModel | None = None) -> Outcome:
         tokenizer = target.tokenizer
         draft = build_draft(config.draft, target.model, tokenizer, seed=config.run.seed)
         head_ids = short_list(examples, config.draft.head_size, target) if config.draft.head_size else None
+    if accelerator.device.type == "cpu" and config.train.max_length <= SHORT_ROWS:
+        draft.set_attn_implementation("eager")
     trainer = Trainer(
         config,
         draft=draft,

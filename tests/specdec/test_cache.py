@@ -116,6 +116,47 @@ def test_prefill_in_chunks(build: Build) -> None:
         close(hidden[b], fresh(model, tokens[b, :n].tolist())[-1])
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@torch.inference_mode()
+def test_a_shared_beginning_is_read_once(build: Build, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that begin alike, one of them the beginning and a token more, in a new batch and into a running one."""
+    model, generator = build(ARCHITECTURES[name]), torch.Generator().manual_seed(5)
+    tokens = torch.randint(3, VOCAB, (4, 40), generator=generator)
+    tokens[:, :20] = tokens[0, :20]
+    tokens[:, 20] = torch.tensor([3, 4, 5, 6])
+    lengths = [40, 21, 33, 22]
+    runner = Runner(model, num_slots=60)
+    read: list[int] = []
+    eager = runner._eager
+    monkeypatch.setattr(runner, "_eager", lambda ids, positions: read.append(ids.numel()) or eager(ids, positions))
+
+    def check(hidden: Tensor, tokens: Tensor) -> None:
+        following = torch.randint(3, VOCAB, (4, 3), generator=generator)
+        after = runner.forward(following, lengths)
+        for b, n in enumerate(lengths):
+            row = [*tokens[b, :n].tolist(), *following[b].tolist()]
+            close(hidden[b], fresh(model, row[:n])[-1])
+            close(after[b], fresh(model, row)[n:])
+
+    check(runner.prefill(tokens, lengths), tokens)
+    assert read == [20, 4 * 20, 4 * 3]
+    again = torch.randint(3, VOCAB, (4, 40), generator=generator)
+    again[:, :20], again[:, 20] = again[0, :20], tokens[:, 20]
+    check(runner.refill([0, 1, 2, 3], again, lengths), again)
+    assert read[3:] == [20, 4 * 20, 4 * 3]
+
+
+@torch.inference_mode()
+def test_equal_prompts_keep_a_token_of_their_own(build: Build) -> None:
+    """The hidden state behind a prompt comes from a forward over its row, however much is shared."""
+    model, generator = build(ARCHITECTURES["llama"]), torch.Generator().manual_seed(6)
+    row = torch.randint(3, VOCAB, (1, 30), generator=generator)
+    hidden = Runner(model, num_slots=31).prefill(row.expand(3, -1), [30, 30, 9])
+    close(hidden[0], fresh(model, row[0].tolist())[-1])
+    close(hidden[1], hidden[0])
+    close(hidden[2], fresh(model, row[0, :9].tolist())[-1])
+
+
 @torch.inference_mode()
 def test_the_last_slot_is_usable_and_the_next_is_refused(build: Build) -> None:
     model = build(ARCHITECTURES["llama"])
