@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from pathlib import Path
@@ -51,10 +52,25 @@ def target(tiny_target_dir: Path) -> LanguageModel:
     return load_model(load(GenerateJob, None, [f"target.path={tiny_target_dir}", "target.dtype=float32"]).target)
 
 
+@pytest.fixture(scope="module")
+def draft_dir(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path, target: LanguageModel) -> Path:
+    """The target with noise in its weights: some of what it drafts is accepted, some is not."""
+    folder = tmp_path_factory.mktemp("draft")
+    draft, generator = copy.deepcopy(target.model), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight += 0.3 * weight.std().nan_to_num() * torch.randn(weight.shape, generator=generator)
+    draft.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("drafting", [False, True])
 def test_captured_rows_are_the_distributions_of_a_fresh_forward(
-    tiny_target_dir: Path, prompts: Path, tmp_path: Path, target: LanguageModel
+    tiny_target_dir: Path, prompts: Path, tmp_path: Path, target: LanguageModel, draft_dir: Path, drafting: bool
 ) -> None:
-    make(make_job(tiny_target_dir, prompts, tmp_path / "run"), target)
+    more = [f"generate.draft={draft_dir}"] if drafting else []
+    make(make_job(tiny_target_dir, prompts, tmp_path / "run", *more), target)
     store = Store(tmp_path / "run")
     examples = [*store.examples("train"), *store.examples("selection")]
     assert len(examples) == 18
@@ -70,6 +86,28 @@ def test_captured_rows_are_the_distributions_of_a_fresh_forward(
         ended = example.answer_ids[-1] in target.eos_ids
         assert ended or len(example.answer_ids) == 12
         assert not set(example.answer_ids[:-1]) & target.eos_ids
+
+
+def test_a_draft_changes_no_greedy_answer_and_saves_forwards(
+    tiny_target_dir: Path, prompts: Path, tmp_path: Path, target: LanguageModel, draft_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    forwards: Counter[str] = Counter()
+    observe = module.Captured.observe
+
+    def counted(self: module.Captured, *args: Any) -> None:
+        forwards[name] += 1
+        observe(self, *args)
+
+    monkeypatch.setattr(module.Captured, "observe", counted)
+    for name, more in (("plain", []), ("drafted", [f"generate.draft={draft_dir}", "generate.draft_length=4"])):
+        job = make_job(tiny_target_dir, prompts, tmp_path / name, "generate.temperatures=[0.0]", *more)
+        make(job, target)
+    assert answer_map(tmp_path / "drafted") == answer_map(tmp_path / "plain")
+    assert forwards["drafted"] < 0.9 * forwards["plain"]
+    plain, drafted = (list(Store(tmp_path / name).examples("train")) for name in ("plain", "drafted"))
+    for one, other in zip(plain, drafted, strict=True):
+        torch.testing.assert_close(one.log_probs, other.log_probs, atol=2e-3, rtol=0)
 
 
 def test_an_answer_depends_on_nothing_but_itself(
