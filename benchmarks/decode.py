@@ -4,36 +4,44 @@
 
 Takes the best draft of CONFIG's run folder (configs/quickstart.yaml; run it first). At batch 1 every prompt goes
 through every contestant, one after the other, in an order that rotates; then the same prompts at batch 8, and answers
-for training at batch 32. Greedy, prefill included everywhere. Ratios are of sums over the same prompts in the same run.
+for training at batch 32. Greedy, prefill included. The policies alone then race again, each prompt several times,
+timed behind the first token and held against what the cost model predicts for the very same rounds. Ratios are of
+sums over the same prompts in the same run.
 Writes benchmarks/results/decode.json (decode-cuda.json on a GPU) with machine, versions, date and command.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from common import from_command_line, load_bench
-from tqdm import tqdm
+from tqdm import tqdm, trange
 
 from distill.generate import Task, answers
 from eval.race import Contestant, Tally, drafted, hf_generate, ours, plain, race
-from eval.speed import Bench
+from eval.speed import Bench, Prompts
 from eval.suites import Question
 from specdec import cost, provenance
 from specdec.length import LengthPolicy, make_policy
 from specdec.measure import measure
 from specdec.pair import LanguageModel
+from specdec.propose import Proposer
+from specdec.sampling import Sampling
 from specdec.settings import load
 from train.config import Config
 
 NUM_PROMPTS = 32
+REPEATS = 3
+COST_EVERY = 8  # prompts between two measurements of the cost model
+RANDOM = "random draft, cost"
 FIXED = (1, 2, 3, 4, 5)
 POLICIES = ("auto", "entropy", "history", "cost")
 HF_FIXED = (2, 3, 4, 5)
@@ -57,14 +65,13 @@ def by_policy(bench: Bench, measured: dict[str, Any]) -> dict[str, Contestant]:
     return {name: ours(bench, drafted(replace(bench, policy=policy))) for name, policy in policies(measured)}
 
 
-def batch_1(bench: Bench, measured: dict[str, Any], random: Bench) -> dict[str, Contestant]:
+def batch_1(bench: Bench, measured: dict[str, Any]) -> dict[str, Contestant]:
     """Who races at batch 1."""
     fixed = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
     return {
         "plain": ours(bench, plain),
         **by_policy(bench, measured),
         "lookup": ours(bench, lambda _: bench.prompt_lookup()),
-        "random draft, cost": ours(random, drafted(random)),
         "hf generate": hf_generate(bench),
         **{f"hf assisted K={k}": hf_generate(bench, {**fixed, "num_assistant_tokens": k}) for k in HF_FIXED},
         "hf assisted dynamic": hf_generate(
@@ -114,20 +121,77 @@ def training_answers(bench: Bench, questions: Sequence[Question], job: Config) -
     }
 
 
-def over_predicted(bench: Bench, measured: dict[str, Any], asked: Sequence[Question]) -> dict[str, float]:
-    """Measured speedup (behind the first token) over what the cost model makes of the very same rounds, by policy."""
-    found = {}
-    for name, policy in tqdm(list(policies(measured))):
-        racing = replace(bench, policy=policy)
-        runs = [
-            racing.race([q.prompt_ids], [0], temperature=0.0, order=n, lookup=False)[0] for n, q in enumerate(asked)
+@dataclass(frozen=True)
+class Run:
+    """A prompt under a policy, behind its first token."""
+
+    domain: str
+    seconds: float
+    drafts: Sequence[int]
+    """Tokens drafted, round by round."""
+
+
+def under_policies(
+    bench: Bench, measured: dict[str, Any], random: Bench, asked: Sequence[Question]
+) -> tuple[dict[str, list[Run]], dict[str, Any]]:
+    """Every prompt REPEATS times plainly, under each policy and with the random draft, all taking turns.
+
+    Returns each one's runs, with the median seconds of the repeats, and the medians of costs that were measured
+    throughout: the machine's speed drifts, and a prediction is for the time it was measured at.
+    """
+    makers: dict[str, Callable[[Prompts], Proposer | None]] = {"plain": plain, RANDOM: drafted(random)}
+    makers |= {name: drafted(replace(bench, policy=policy)) for name, policy in policies(measured)}
+    seconds: dict[str, list[list[float]]] = {name: [[] for _ in asked] for name in makers}
+    drafts: dict[str, list[Sequence[int]]] = {name: [[] for _ in asked] for name in makers}
+    names, costs = list(makers), [measured]
+    for repeat in trange(REPEATS):
+        for n, question in enumerate(asked):
+            shift = (n + repeat) % len(names)
+            for name in names[shift:] + names[:shift]:
+                prompts = [list(question.prompt_ids)]
+                traces, times = bench.run(prompts, [0], Sampling(), makers[name](prompts))
+                seconds[name][n].append(times.decode_s)
+                drafts[name][n] = traces[0].num_drafts
+            if n % COST_EVERY == 0:
+                costs.append(measure(bench.target, bench.draft, vocab_size=bench.vocab_size))
+    runs = {
+        name: [
+            Run(q.prompt.domain, median(seconds[name][n]), drafts[name][n]) for n, q in enumerate(asked)
         ]
-        plain_runs, drafted_runs = ([run[who] for run in runs] for who in ("plain", "speculative"))
-        speedup = sum(run["decode_s"] for run in plain_runs) / sum(run["decode_s"] for run in drafted_runs)
-        steps = sum(len(run["num_emitted"]) for run in plain_runs)
-        predicted = sum(cost.plain_steps(measured, k) for run in drafted_runs for k in run["num_drafts"])
-        found[name] = speedup / (steps / predicted)
-    return found
+        for name in makers
+    }  # fmt: skip
+    return runs, median_cost(costs)
+
+
+def median_cost(costs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Number by number."""
+    v = {n: median(cost["v"][n] for cost in costs) for n in costs[0]["v"]}
+    return {**costs[0], **{name: median(cost[name] for cost in costs) for name in ("c", "h", "plain_step_ms")}, "v": v}
+
+
+def policy_claims(runs: dict[str, list[Run]], costs: dict[str, Any]) -> dict[str, Any]:
+    """Decode speed over plain by domain, the claims about policies, and measured over predicted speedup."""
+
+    def speed(name: str, domain: str | None = None) -> float:
+        pairs = zip(runs["plain"], runs[name], strict=True)
+        chosen = [(p.seconds, r.seconds) for p, r in pairs if domain in (None, p.domain)]
+        return sum(p for p, _ in chosen) / sum(r for _, r in chosen)
+
+    domains = sorted({run.domain for run in runs["plain"]})
+    fixed = ["plain", *(f"K={k}" for k in FIXED)]
+    steps = sum(len(run.drafts) for run in runs["plain"])
+    return {
+        "repeats": REPEATS,
+        "over_plain": {name: {"all": speed(name), **{d: speed(name, d) for d in domains}} for name in runs},
+        "cost_over_best_fixed_by_domain": {d: speed("cost", d) / max(speed(k, d) for k in fixed) for d in domains},
+        "random_draft_over_plain": speed(RANDOM),
+        "measured_over_predicted": {
+            name: speed(name) / (steps / sum(cost.plain_steps(costs, k) for run in runs[name] for k in run.drafts))
+            for name in runs
+            if name not in ("plain", RANDOM)
+        },
+        "cost": costs,
+    }
 
 
 def summary(tallies: dict[str, Tally]) -> dict[str, Any]:
@@ -148,18 +212,11 @@ def ratios(one: dict[str, Tally], many: dict[str, Tally]) -> dict[str, Any]:
     speeds = {name: tally.speed() for name, tally in one.items()}
     speculative = max((name for name in speeds if name in POLICIES or name.startswith("K=")), key=speeds.__getitem__)
     assisted = max((name for name in speeds if name.startswith("hf assisted")), key=speeds.__getitem__)
-    best_fixed = {
-        d: max(one[f"K={k}"].speed(d) for k in FIXED) for d in sorted(one["plain"].seconds)
-    }  # in hindsight; K = 0 is plain
     return {
         "plain_over_hf_generate": speeds["plain"] / speeds["hf generate"],
         "speculative_over_hf_assisted": speeds[speculative] / speeds[assisted],
         "best_speculative": speculative,
         "best_hf_assisted": assisted,
-        "cost_over_best_fixed_by_domain": {
-            d: one["cost"].speed(d) / max(speed, one["plain"].speed(d)) for d, speed in best_fixed.items()
-        },
-        "random_draft_over_plain": speeds["random draft, cost"] / speeds["plain"],
         f"batch_{LARGE_BATCH}_over_batch_1_speculative": max(t.speed() for t in many.values()) / speeds[speculative],
     }
 
@@ -172,7 +229,7 @@ def main() -> None:
     asked = questions[:NUM_PROMPTS]
     singles = [(q.prompt.domain, [list(q.prompt_ids)]) for q in asked]
     random = replace(bench, draft=random_twin(bench.draft), policy=make_policy("cost", cost=measured, keep=True))
-    one = race(batch_1(bench, measured, random), tqdm(singles))
+    one = race(batch_1(bench, measured), tqdm(singles))
     prompts = [prompt for _, [prompt] in singles]
     groups = [("", prompts[i : i + LARGE_BATCH]) for i in range(0, len(prompts) - LARGE_BATCH + 1, LARGE_BATCH)]
     many = race({"plain": ours(bench, plain), **by_policy(bench, at_large)}, tqdm(groups))
@@ -181,7 +238,7 @@ def main() -> None:
         "prompts": len(asked),
         "max_new_tokens": bench.max_new_tokens,
         "ratios": ratios(one, many),
-        "measured_over_predicted": over_predicted(bench, measured, asked),
+        "policies": policy_claims(*under_policies(bench, measured, random, asked)),
         "batch_1": summary(one),
         f"batch_{LARGE_BATCH}": summary(many),
         "training_answers": training_answers(bench, questions, load(Config, config, overrides)),
@@ -195,7 +252,7 @@ def main() -> None:
         print(title)
         for name, tally in sorted(tallies.items(), key=lambda item: -item[1].speed()):
             print(f"  {name:22}{tally.speed():8.1f} tokens/s {tally.speed() / tallies['plain'].speed():6.2f}x")
-    claims = ("ratios", "measured_over_predicted", "training_answers")
+    claims = ("ratios", "policies", "training_answers")
     print(json.dumps({claim: result[claim] for claim in claims}, indent=1))
     print(out)
 

@@ -125,13 +125,32 @@ class History:
             self._now[row] = min(now + 2, self.max_length) if full else max(now - 1, 1)
 
 
-@dataclass(kw_only=True)
-class _Estimates:
-    """What a row has seen: judged and accepted drafts by position, and where the policy stands."""
+@dataclass
+class _Counts:
+    """Judged and accepted drafts by position; fractions where the past has faded."""
 
     judged: list[float]
     accepted: list[float]
-    length: int
+
+    @classmethod
+    def of(cls, parts: Sequence[_Counts]) -> _Counts:
+        """The sum of several."""
+        judged, accepted = ([sum(column) for column in zip(*columns, strict=True)] for columns in (
+            [part.judged for part in parts], [part.accepted for part in parts]
+        ))  # fmt: skip
+        return cls(judged, accepted)
+
+    def faded(self, factor: float) -> _Counts:
+        """The same acceptance, counting for less."""
+        return _Counts([n * factor for n in self.judged], [n * factor for n in self.accepted])
+
+
+@dataclass(kw_only=True)
+class _Row:
+    """What a row has seen, and where the policy stands."""
+
+    counts: _Counts
+    length: int = 0
     idle: int = 0
     """Rounds since the last draft."""
     wait: int = 0
@@ -158,16 +177,18 @@ class CostOptimal:
     threshold: float = 0.0
     """Chain probability below which a round stops drafting."""
     keep: bool = False
-    """Whether a call starts from what the calls before it saw, rather than from the prior."""
+    """Whether a call starts from what the calls before it saw, rather than from the prior alone."""
     reads: Reads = "nothing"
-    _rows: dict[int, _Estimates] = field(default_factory=dict, repr=False, compare=False)
-    _seen: _Estimates | None = field(default=None, repr=False, compare=False)
+    _rows: dict[int, _Row] = field(default_factory=dict, repr=False, compare=False)
+    _seen: _Counts | None = field(default=None, repr=False, compare=False)
     _num_rows: int = field(init=False, repr=False)
 
     PAUSE = 8
     LONGEST_PAUSE = 64
     FADE = 0.95
-    MARGIN = 0.02
+    CALL_FADE = 0.95
+    CALLS_WEIGHT = 4.0  # drafts that earlier calls count for: what they answered may be of another kind
+    MARGIN = 0.01
 
     def __post_init__(self) -> None:
         self.max_length = min(self.max_length, len(self.cost["v"]) - 1)
@@ -176,12 +197,8 @@ class CostOptimal:
 
     def start(self) -> None:
         if self.keep and self._rows:
-            rows = self._rows.values()
-            self._seen = _Estimates(
-                judged=[sum(column) for column in zip(*(r.judged for r in rows), strict=True)],
-                accepted=[sum(column) for column in zip(*(r.accepted for r in rows), strict=True)],
-                length=self.max_length,
-            )
+            calls = [self._seen.faded(self.CALL_FADE)] if self._seen else []
+            self._seen = _Counts.of([*calls, *(row.counts for row in self._rows.values())])
         self._rows.clear()
 
     def lengths(self, rows: Sequence[int]) -> list[int]:
@@ -195,18 +212,19 @@ class CostOptimal:
         if not num_drafts:
             now.idle += 1
             return
+        judged, accepted = now.counts.judged, now.counts.accepted
         for k in range(min(num_accepted + 1, num_drafts)):  # the position of the first rejection is judged, too
-            now.judged[k] = now.judged[k] * self.FADE + 1
-            now.accepted[k] = now.accepted[k] * self.FADE + (k < num_accepted)
+            judged[k] = judged[k] * self.FADE + 1
+            accepted[k] = accepted[k] * self.FADE + (k < num_accepted)
         self._choose(now)
 
-    def _length(self, now: _Estimates) -> int:
+    def _length(self, now: _Row) -> int:
         if now.length == 0 and now.idle >= now.wait:
             return 1
         return now.length
 
-    def _choose(self, now: _Estimates) -> None:
-        gains = self._gains(self._estimate(now))
+    def _choose(self, now: _Row) -> None:
+        gains = self._gains(now.counts)
         best = max(range(len(gains)), key=gains.__getitem__)
         probing = now.length == 0
         if gains[best] > gains[now.length] * (1 + self.MARGIN):
@@ -216,30 +234,26 @@ class CostOptimal:
             now.wait = min(2 * now.wait, longest) if probing else self.PAUSE * self._num_rows
         now.idle = 0
 
-    def _estimate(self, now: _Estimates) -> list[float]:
+    def _acceptance(self, counts: _Counts) -> list[float]:
         """Conditional acceptance by position. What was not judged follows the position before it."""
         level, found = self.prior, []
-        for judged, accepted in zip(now.judged, now.accepted, strict=True):
+        for judged, accepted in zip(counts.judged, counts.accepted, strict=True):
             level = (accepted + self.prior_weight * level) / (judged + self.prior_weight)
             found.append(level)
         return found
 
-    def _gains(self, acceptance: Sequence[float]) -> list[float]:
+    def _gains(self, counts: _Counts) -> list[float]:
+        acceptance = self._acceptance(counts)
         return [predicted_speedup(self.cost, acceptance, k) for k in range(self.max_length + 1)]
 
-    def _row(self, row: int) -> _Estimates:
+    def _row(self, row: int) -> _Row:
         if row not in self._rows:
-            none = [0.0] * self.max_length
-            fresh = _Estimates(judged=list(none), accepted=list(none), length=0)
-            if self._seen is not None:
-                # Earlier calls weigh as much as a short answer: enough to start well, not to drown what comes.
-                weight = 10 / max(self._seen.judged[0], 10) if self._seen.judged else 1.0
-                fresh.judged = [n * weight for n in self._seen.judged]
-                fresh.accepted = [n * weight for n in self._seen.accepted]
-            gains = self._gains(self._estimate(fresh))
-            fresh.length = max(range(len(gains)), key=gains.__getitem__)
-            fresh.wait = 0 if fresh.length else self.PAUSE * self._num_rows
-            self._rows[row] = fresh
+            counts = _Counts([0.0] * self.max_length, [0.0] * self.max_length)
+            if self._seen is not None and self.max_length:
+                counts = self._seen.faded(self.CALLS_WEIGHT / max(self._seen.judged[0], self.CALLS_WEIGHT))
+            gains = self._gains(counts)
+            length = max(range(len(gains)), key=gains.__getitem__)
+            self._rows[row] = _Row(counts=counts, length=length, wait=0 if length else self.PAUSE * self._num_rows)
         return self._rows[row]
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specdec.cache import Runner
 from specdec.decoder import Decoder, Limits, Request, slots_needed
@@ -17,10 +18,11 @@ from specdec.propose import DraftModel
 from specdec.sampling import Sampling, choose
 from specdec.trace import Round
 
-BLOCKS = 4  # steps and whole rounds take turns, so that a slow moment of the machine meets both
-STEPS = 3  # times every step is taken in a block
-ROUNDS = 10  # of plain and of speculative decoding in a block
-HOST_LENGTH = 3  # draft length of the rounds that h is taken from
+BLOCKS = 8  # steps and whole rounds take turns, so that a slow moment of the machine meets both
+STEPS = 2  # times every step is taken in a block
+ROUNDS = 5  # of plain decoding and of each draft length in a block
+CHAIN = 4  # draft steps behind a first one that c is taken from
+HOST_LENGTHS = range(1, 6)  # draft lengths of the rounds that h is taken from
 
 
 @torch.inference_mode()
@@ -36,33 +38,35 @@ def measure(
     """Time draft and target steps and whole rounds, interleaved; medians.
 
     A plain step is a whole round of plain decoding as the decoder runs it; c and v(n) are bare forwards with the
-    head and the choice of a token, in that unit; h is what a speculative round takes beyond K c + v(K+1), 0 at
-    least. `context` is the number of tokens in each row's cache.
+    head and the choice of a token, in that unit. c is one draft step more: a chain's first, which may find the draft's
+    weights pushed out of the CPU's caches by the target, is the round's. h is what speculative rounds take beyond
+    K c + v(K+1), the median over several K, 0 at least. `context` is the number of tokens in each row's cache.
     """
     pair = _Pair(target=target, draft=draft, vocab_size=vocab_size, context=context, batch_size=batch_size)
-    steps = {f"v{n}": pair.step(target, n) for n in range(1, max_draft_length + 2)}
-    steps["draft"] = pair.step(draft, 1)
-    seconds: dict[str, list[float]] = {name: [] for name in (*steps, "plain", "round")}
+    steps = {f"v{n}": pair.step(n) for n in range(1, max_draft_length + 2)}
+    steps |= {"first": pair.chain(1), "chain": pair.chain(1 + CHAIN)}
+    lengths = [k for k in HOST_LENGTHS if k <= max_draft_length]
+    seconds: dict[str, list[float]] = {name: [] for name in (*steps, *(f"round{k}" for k in (0, *lengths)))}
     for step in steps.values():  # warms caches and allocators
         step()
-    length = min(HOST_LENGTH, max_draft_length)
     for _ in range(BLOCKS):
         for _ in range(STEPS):
             for name, step in steps.items():
                 began = time.perf_counter()
                 step()
                 seconds[name].append(time.perf_counter() - began)
-        seconds["plain"] += pair.rounds(0)
-        seconds["round"] += pair.rounds(length)
+        for k in (0, *lengths):
+            seconds[f"round{k}"] += pair.rounds(k)
     median = {name: statistics.median(values) for name, values in seconds.items()}
-    plain = median["plain"]
-    c, v = median["draft"] / plain, {str(n): median[f"v{n}"] / plain for n in range(1, max_draft_length + 2)}
+    plain, draft_step = median["round0"], (median["chain"] - median["first"]) / CHAIN
+    c, v = draft_step / plain, {str(n): median[f"v{n}"] / plain for n in range(1, max_draft_length + 2)}
+    rest = [median[f"round{k}"] / plain - k * c - v[str(k + 1)] for k in lengths]
     return {
         "c": c,
         "v": v,
-        "h": max(median["round"] / plain - length * c - v[str(length + 1)], 0.0),
+        "h": max(statistics.median(rest), 0.0),
         "plain_step_ms": plain * 1e3,
-        "draft_step_ms": median["draft"] * 1e3,
+        "draft_step_ms": draft_step * 1e3,
         "context_tokens": context,
         "batch_size": batch_size,
     }
@@ -76,18 +80,36 @@ class _Pair:
     context: int
     batch_size: int
 
-    def step(self, model: LanguageModel, num_tokens: int) -> Callable[[], None]:
-        """One forward of `model` over `num_tokens` tokens a row, down to the chosen token on the host."""
+    def step(self, num_tokens: int) -> Callable[[], None]:
+        """One target forward over `num_tokens` tokens a row, down to the chosen tokens on the host."""
+        tokens, forward = self._reader(self.target, num_tokens)
+
+        def step() -> None:
+            forward(tokens[:, :num_tokens], 0).tolist()
+
+        return step
+
+    def chain(self, length: int) -> Callable[[], None]:
+        """Draft steps as a round takes them: each feeds the next, the host waits for the last alone."""
+        tokens, forward = self._reader(self.draft, length)
+
+        def steps() -> None:
+            token = tokens[:, :1]
+            for k in range(length):
+                token = forward(token, k)
+            token.tolist()
+
+        return steps
+
+    def _reader(self, model: LanguageModel, num_tokens: int) -> tuple[Tensor, Callable[[Tensor, int], Tensor]]:
+        """A context's tokens [B, context] that `model` has read, and its choice behind tokens [B, N] put `k` after."""
         runner = Runner(model.model, self.context + num_tokens + 1, eager=model.eager)
         head = Head(model, self.vocab_size)
         tokens = torch.ones(self.batch_size, self.context, dtype=torch.long, device=model.device)
-        starts = [self.context] * self.batch_size
-        runner.prefill(tokens, starts)
-
-        def step() -> None:
-            choose(head(runner.forward(tokens[:, :num_tokens], starts))).tolist()
-
-        return step
+        runner.prefill(tokens, [self.context] * self.batch_size)
+        return tokens, lambda new, k: head.token_ids(
+            choose(head(runner.forward(new, [self.context + k] * self.batch_size)))
+        )
 
     def rounds(self, draft_length: int) -> Sequence[float]:
         """Seconds of whole rounds of `draft_length` drafts; 0 is plain decoding."""

@@ -175,6 +175,21 @@ def test_cost_optimal_does_not_flip_flop_and_forgets() -> None:
     assert kept.lengths([0]) == [0]
 
 
+def test_kept_estimates_are_those_of_many_calls() -> None:
+    """One call of another kind does not turn them, and a call's own drafts soon outweigh them."""
+    policy = CostOptimal(cost=COST, max_length=6, keep=True)
+    for _ in range(10):
+        simulate(policy, 0.9, 40)
+        policy.start()
+    usual = policy.lengths([0])
+    simulate(policy, 0.0, 40)
+    policy.start()
+    assert policy.lengths([0])[0] >= usual[0] - 1 > 0
+    for _ in range(30):
+        policy.observe(0, max(policy.lengths([0])[0], 1), 0)
+    assert policy.lengths([0]) == [0]
+
+
 def test_cost_optimal_needs_costs() -> None:
     with pytest.raises(UserError, match="draftsmith cost|measure"):
         make_policy("cost")
