@@ -9,7 +9,7 @@ from eval.score import EvalJob
 from eval.speed import Bench
 from eval.suites import Question, load_suite
 from specdec.length import make_policy
-from specdec.pair import check_pair, draft_folder, load_draft, load_model
+from specdec.pair import LanguageModel, check_pair, draft_folder, load_draft, load_model
 from specdec.render import Renderer
 from specdec.settings import load
 
@@ -28,7 +28,10 @@ def load_bench(job: EvalJob) -> tuple[Bench, list[Question]]:
         target=target, draft=draft, vocab_size=check_pair(target, draft), max_new_tokens=job.eval.max_new_tokens,
         policy=make_policy(1),
     )  # fmt: skip
-    questions = load_suite(
-        job.eval, job.prompts, Renderer(target.tokenizer), context_length=target.context_length, seed=job.run.seed
-    )
-    return bench, questions
+    return bench, load_questions(job, target)
+
+
+def load_questions(job: EvalJob, target: LanguageModel) -> list[Question]:
+    """The job's suite, as the target reads it."""
+    renderer = Renderer(target.tokenizer)
+    return load_suite(job.eval, job.prompts, renderer, context_length=target.context_length, seed=job.run.seed)

@@ -1,10 +1,17 @@
-"""Greedy identity in float32: every way of drafting against plain decoding, token for token.
+"""Greedy identity: every way of drafting against plain decoding, token for token.
 
     python benchmarks/identity.py [CONFIG] [key=value ...]
 
-Takes the best draft of CONFIG's run folder and the prompts of its suite (eval.suite, eval.max_prompts; one answer of
-eval.max_new_tokens each). Every policy and K = 0 to 8, by the draft and by prompt lookup, at batch 1, 4 and 16. Writes
-benchmarks/results/identity-SUITE.json as it goes, and ends with exit code 1 where an answer differs.
+Takes the best draft of CONFIG's run folder and 200 prompts: half of them the built-in suite's, half the shortest of
+eval.suite where that names a file; one answer of eval.max_new_tokens each.
+
+1. In the type of target.dtype, bfloat16 as a rule: some lengths by the draft, on the fast path and on its eager twin.
+   Answers that differ are listed with the gap between the target's two best logits where they part, beside the
+   rounding noise: how far such a gap moves between forwards of one token and of many.
+2. In float32: every policy and K = 0 to 8, by the draft and by prompt lookup, at batch 1, 4 and 16.
+
+Writes benchmarks/results/identity-SUITE.json as it goes, and ends with exit code 1 where a float32 answer differs, or
+another one with a gap above the noise.
 """
 
 from __future__ import annotations
@@ -12,23 +19,34 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from common import from_command_line, load_bench
+import torch
+from common import from_command_line, load_bench, load_questions
 
-from eval.lossless import in_fp32
+from eval.lossless import divergence, in_fp32
 from eval.race import drafted, plain
+from eval.score import EvalJob
 from eval.speed import Bench, Prompts
+from eval.suites import Question
 from specdec import provenance
+from specdec.cache import Runner
+from specdec.head import Head
 from specdec.length import LengthPolicy, make_policy
 from specdec.measure import measure
+from specdec.pair import LanguageModel
 from specdec.propose import PromptLookup, Proposer
 from specdec.sampling import Sampling
 
 LENGTHS: tuple[int | str, ...] = (*range(9), "confidence", "entropy", "history", "cost")
+NUM_PROMPTS = 200
 BATCHES = (16, 4, 1)
+ROUNDED_LENGTHS = (1, 3, 5, 8)
+ROUNDED_BATCHES = (16, 1)
+BLOCK = 9  # tokens of a forward that single ones are held against: the widest that K = 8 verifies
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -49,10 +67,67 @@ def decode(
     return found
 
 
+def with_suite(job: EvalJob, suite: str) -> EvalJob:
+    """The job with all of this suite's prompts."""
+    return job.model_copy(update={"eval": job.eval.model_copy(update={"suite": suite, "max_prompts": None})})
+
+
+def shortest(questions: Sequence[Question], number: int = NUM_PROMPTS) -> list[list[int]]:
+    """The token ids of the shortest prompts: float32 reads long ones slowly, again and again."""
+    return sorted((list(q.prompt_ids) for q in questions), key=len)[:number]
+
+
+@torch.inference_mode()
+def rounding_noise(target: LanguageModel, texts: list[list[int]], vocab_size: int) -> float:
+    """How far the gap between two best logits moves, at most, between forwards over one token and over BLOCK."""
+    worst, head = 0.0, Head(target, vocab_size)
+    for ids in texts:
+        row = torch.tensor([ids], device=target.device)
+        single, many = (Runner(target.model, len(ids) + BLOCK, eager=target.eager) for _ in range(2))
+        for start in range(0, len(ids), BLOCK):
+            block = row[:, start : start + BLOCK]
+            one = torch.cat([head(single.forward(block[:, j : j + 1], [start + j])) for j in range(block.shape[1])], 1)
+            best = one.topk(2).indices
+            all_at_once = head(many.forward(block, [start]))
+            gaps = [logits.float().gather(-1, best).diff(dim=-1) for logits in (one, all_at_once)]
+            worst = max(worst, float((gaps[0] - gaps[1]).abs().max()))
+    return worst
+
+
+def rounded(bench: Bench, prompts: list[list[int]]) -> Iterator[dict[str, Any]]:
+    """Divergences in the target's own type: by the fast path and by its eager twin, one record each."""
+    for eager in (False, True):
+        racing = replace(bench, target=replace(bench.target, eager=eager), draft=replace(bench.draft, eager=eager))
+        reference = decode(racing, prompts, 1, "plain", make_policy(0))
+        texts = [[*ids, *answer] for ids, answer in zip(prompts, reference, strict=True)]
+        noise = rounding_noise(racing.target, texts, bench.vocab_size)
+        found = []
+        for batch_size in ROUNDED_BATCHES:
+            for length in ROUNDED_LENGTHS:
+                answers = decode(racing, prompts, batch_size, "draft", make_policy(length))
+                for n, (want, got) in enumerate(zip(reference, answers, strict=True)):
+                    if want != got:
+                        where = divergence(racing.target, prompts[n], want, got)
+                        del where["class"]  # judges float32
+                        found.append({"prompt": n, "batch_size": batch_size, "draft_length": length, **where})
+        runs = len(ROUNDED_BATCHES) * len(ROUNDED_LENGTHS) * len(prompts)
+        above = sum(d["logit_gap"] > noise for d in found)
+        print(f"eager={eager}: {runs - len(found)}/{runs} identical, noise {noise:.4f}, {above} gaps above", flush=True)
+        yield {
+            "eager": eager, "dtype": str(racing.target.model.dtype), "answers": runs, "rounding_noise": noise,
+            "above_noise": above, "divergences": found,
+        }  # fmt: skip
+
+
 def main() -> None:
     _, _, job = from_command_line()
-    loaded, questions = load_bench(job)
-    prompts = sorted((list(q.prompt_ids) for q in questions), key=len)  # even batches
+    loaded, questions = load_bench(with_suite(job, job.eval.suite))
+    prompts = shortest(questions)
+    if job.eval.suite != "builtin":
+        builtin = load_questions(with_suite(job, "builtin"), loaded.target)
+        prompts = shortest(questions, NUM_PROMPTS // 2) + shortest(builtin, NUM_PROMPTS // 2)
+    prompts.sort(key=len)  # even batches
+    close = list(rounded(loaded, prompts))
     measured = measure(loaded.target, loaded.draft, vocab_size=loaded.vocab_size)
     bench = replace(loaded, target=in_fp32(loaded.target), draft=in_fp32(loaded.draft))
     reference = decode(bench, prompts, 1, "plain", make_policy(0))
@@ -74,15 +149,16 @@ def main() -> None:
                 took = time.perf_counter() - began
                 print(f"{batch_size:3} {proposer:7} {length!s:11} {share} {took:.0f} s", flush=True)
                 result = {
-                    "what": "greedy answers in float32 that are identical to plain decoding at batch 1",
+                    "what": "greedy answers that are identical to plain decoding at batch 1; runs are in float32",
                     "suite": Path(job.eval.suite).name,
                     "prompts": len(reference),
                     "max_new_tokens": bench.max_new_tokens,
                     "runs": found,
+                    "rounded": close,
                     "environment": provenance.collect(),
                 }
                 out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    sys.exit(int(any(run["differ"] for run in found)))
+    sys.exit(int(any(run["differ"] for run in found) or any(run["above_noise"] for run in close)))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def lossless_check(bench: Bench, prompts: Sequence[tuple[str, Sequence[int]]]) -
         plain = exact.run([ids], [0], greedy, None)[0][0].tokens
         speculative = exact.run([ids], [0], greedy, exact.draft_model(len(ids), greedy))[0][0].tokens
         if plain != speculative:
-            divergences.append({"prompt_id": name, **_divergence(exact.target, ids, plain, speculative)})
+            divergences.append({"prompt_id": name, **divergence(exact.target, ids, plain, speculative)})
     return {
         "dtype": "float32",
         "prompts": len(prompts),
@@ -38,7 +38,7 @@ def lossless_check(bench: Bench, prompts: Sequence[tuple[str, Sequence[int]]]) -
 
 
 @torch.inference_mode()
-def _divergence(
+def divergence(
     target: LanguageModel, prompt_ids: Sequence[int], plain: list[int], speculative: list[int]
 ) -> dict[str, Any]:
     """Where two answers part, with the target's gap between its two best logits there."""
