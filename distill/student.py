@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -55,8 +55,8 @@ class DraftSection(Section):
     """With init=config: key-value heads; None takes the target's number where it divides the heads."""
     freeze: tuple[Literal["embeddings"], ...] = ("embeddings",)
     """Parts that do not learn: `embeddings` are the input rows and the output head."""
-    head_size: int | None = Field(default=None, ge=1)
-    """Ids of a short-listed output head; None for the whole vocabulary."""
+    head_size: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
+    """Ids of a short-listed output head; `auto`: as many as this machine's measured costs make pay; None: all."""
 
 
 def build_draft(

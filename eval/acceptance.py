@@ -5,6 +5,7 @@ At T=0 both are one-hot and alpha is the share of positions where the argmaxes a
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from specdec.cache import Runner
 from specdec.head import Head
 from specdec.pair import LanguageModel
+from specdec.prefix import Prefix, adjust
 from specdec.sampling import Sampling, warp
 
 CHUNK = 64  # positions whose full distributions are held at once
@@ -38,9 +40,23 @@ def expected_acceptance(
     total = 0.0
     for start in range(0, len(answer_ids), CHUNK):
         rows = slice(start, start + CHUNK)
-        p, q_logits = warp(target_head(p_hidden[rows]), sampling), draft_head(q_hidden[rows])
-        total += float(overlap(p, draft_head.widen(warp(q_logits, sampling))).sum())
+        before = [*prompt_ids, *answer_ids[:start]]
+        prefix = _prefixes(before, answer_ids[rows], len(prompt_ids), target, vocab_size) if sampling.adjusts else None
+        p = warp(adjust(target_head(p_hidden[rows]), sampling, prefix), sampling)
+        q = warp(adjust(draft_head(q_hidden[rows]), sampling, prefix, draft_head.ids), sampling)
+        total += float(overlap(p, draft_head.widen(q)).sum())
     return total, len(answer_ids)
+
+
+def _prefixes(
+    before: Sequence[int], answer: Sequence[int], prompt_tokens: int, target: LanguageModel, vocab_size: int
+) -> Prefix:
+    """What stands before each token of a piece of an answer, [T, V]."""
+    first = Prefix.of(
+        [before], [prompt_tokens], vocab_size=vocab_size, eos_ids=target.eos_ids, device=target.device
+    )  # fmt: skip
+    along = first.along(torch.tensor([answer[:-1]], dtype=torch.long, device=target.device))
+    return replace(along, prompt=along.prompt[0], answer=along.answer[0], num_new=along.num_new[0])
 
 
 def _hidden(model: LanguageModel, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Tensor:  # [T, H]

@@ -44,7 +44,6 @@ from specdec.pair import (
     resolve_device,
 )
 from specdec.render import Renderer
-from specdec.sampling import Sampling
 from specdec.settings import RunSection, Section
 
 HF_PROMPTS = 6  # each is decoded four times over; more would take longer than the race itself
@@ -95,6 +94,7 @@ def evaluate(job: EvalJob, target: LanguageModel | None = None) -> tuple[dict[st
         vocab_size=vocab_size,
         policy=policy,
         max_new_tokens=job.eval.max_new_tokens,
+        rule=job.eval.rule,
     )
     Scoring(bench=bench, folder=folder, renderer=renderer, section=job.eval).decode(questions)
     first = [(q.prompt.id, q.prompt_ids) for q in questions[: job.eval.lossless_prompts]]
@@ -205,7 +205,7 @@ class Scoring:
         runs = self.bench.race(
             [c.prompt_ids for c in batch],
             [zlib.crc32(f"{self.section.seed}/{c.question.prompt.id}/{c.turn}".encode()) for c in batch],
-            temperature=temperature,
+            sampling=self.section.sampling(temperature),
             order=start // self.section.batch_size,
             lookup=start < self.section.baseline_prompts,
         )
@@ -233,7 +233,7 @@ class Scoring:
             bench.draft,
             conversation.prompt_ids,
             runs["plain"]["tokens"],
-            sampling=Sampling(temperature=temperature),
+            sampling=self.section.sampling(temperature),
             vocab_size=bench.vocab_size,
         )
         return {

@@ -27,15 +27,15 @@ class Bench:
     """Shared vocabulary of the pair."""
     policy: LengthPolicy
     max_new_tokens: int
+    rule: str = "token"
 
     def race(
-        self, prompts: Prompts, seeds: Sequence[int], *, temperature: float, order: int, lookup: bool
+        self, prompts: Prompts, seeds: Sequence[int], *, sampling: Sampling, order: int, lookup: bool
     ) -> list[dict[str, Any]]:
         """One batch through all contestants -> for each prompt its RUN records by contestant.
 
         `order` rotates who goes first. Seconds of a batch are shared out evenly among its prompts.
         """
-        sampling = Sampling(temperature=temperature)
         longest = max(len(ids) for ids in prompts)
         contestants: list[tuple[str, Callable[[], Proposer | None]]] = [
             ("plain", lambda: None),
@@ -62,6 +62,7 @@ class Bench:
             sampling=sampling,
             vocab_size=self.vocab_size,
             proposer=proposer,
+            rule=self.rule,
         )
         return decoder.run(), decoder.times
 

@@ -22,6 +22,11 @@ COLOUR, PLAIN = "\033[32m", "\033[0m"
 @click.option("--system", help="A system message before it.")
 @click.option("--draft", help="Folder of the draft; default: the best checkpoint of run.dir.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="Sampling temperature.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="Sample from the k most likely; 0: from all.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Sample from the smallest set of this mass.")
+@click.option("--min-p", type=float, default=0.0, show_default=True, help="Least share of the largest probability.")
+@click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="Above 1: repeat less.")
+@click.option("--rule", type=click.Choice(["token", "block"]), default="token", show_default=True, help="Verification.")
 @click.option("--max-new-tokens", type=int, default=256, show_default=True, help="Tokens, at most.")
 @click.option("--draft-length", default="auto", show_default=True, help="A number, or a policy's name.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of sampling.")
@@ -33,9 +38,12 @@ def command(config: Path, overrides: tuple[str, ...], **options: object) -> None
 
     Green text was drafted and accepted; the rest is the target's own.
     """
+    from specdec.sampling import Sampling
     from specdec.settings import load
     from specdec.show import DecodeJob, Options, show
 
+    law = {name: options.pop(name) for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+    options["sampling"] = Sampling(**law)  # type: ignore[arg-type]
     color = options.pop("color")
     if options["question"] is None:
         options["question"] = sys.stdin.read()

@@ -72,6 +72,26 @@ def measure(
     }
 
 
+@torch.inference_mode()
+def draft_steps(
+    drafts: Sequence[LanguageModel], *, vocab_size: int, context: int = 128, batch_size: int = 1
+) -> list[float]:
+    """Seconds of one draft step more, for each of several drafts; they take turns: all meet the same machine."""
+    chains = []
+    for draft in drafts:
+        pair = _Pair(target=draft, draft=draft, vocab_size=vocab_size, context=context, batch_size=batch_size)
+        chains += [pair.chain(1), pair.chain(1 + CHAIN)]
+    seconds: list[list[float]] = [[] for _ in chains]
+    for turn in range(1 + BLOCKS * STEPS):
+        for chain, found in zip(chains, seconds, strict=True):
+            began = time.perf_counter()
+            chain()
+            if turn:  # the first warms caches and allocators
+                found.append(time.perf_counter() - began)
+    medians = [statistics.median(found) for found in seconds]
+    return [(long - short) / CHAIN for short, long in zip(medians[::2], medians[1::2], strict=True)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Pair:
     target: LanguageModel

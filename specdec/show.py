@@ -39,8 +39,10 @@ class Options:
     """A system message before it."""
     draft: str | None
     """Folder of the draft; None: the best checkpoint of the run."""
-    temperature: float
-    """0 is greedy."""
+    sampling: Sampling
+    """How tokens are drawn."""
+    rule: str
+    """How drafts are verified above temperature 0."""
     max_new_tokens: int
     """Tokens at most."""
     draft_length: str
@@ -55,7 +57,7 @@ def show(job: DecodeJob, options: Options, write: Writer) -> str:
     """Decode the question, writing pieces as they come; returns one line of numbers. Raises UserError."""
     if not options.question.strip():
         raise UserError("the prompt is empty", fix="pass --prompt TEXT, or text on stdin")
-    sampling = Sampling(temperature=options.temperature)
+    sampling = options.sampling
     length = _draft_length(options.draft_length)
     if length != "cost":
         make_policy(length)  # a wrong length shows before models load
@@ -82,7 +84,7 @@ def show(job: DecodeJob, options: Options, write: Writer) -> str:
 
     speculative = Decoder(
         target, request, limits=limits, sampling=sampling, vocab_size=vocab_size,
-        proposer=proposer, streamer=watch,
+        proposer=proposer, rule=options.rule, streamer=watch,
     )  # fmt: skip
     trace = speculative.run()[0]
     write(stream.flush(), False)

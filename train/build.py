@@ -1,6 +1,5 @@
 """From a config to a finished training run: answers from the store, a draft from the target, the loop."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -8,8 +7,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from distill.store import Example, Store
-from distill.student import build_draft, choose_head_ids
+from distill.store import Store
+from distill.student import build_draft
 from specdec import provenance
 from specdec.errors import UserError
 from specdec.files import write_atomic
@@ -17,6 +16,7 @@ from specdec.pair import HEAD_IDS_FILE, LanguageModel, load_model, load_tokenize
 from specdec.settings import dump
 from train import checkpoint
 from train.config import Config
+from train.head import head_ids as choose_head
 from train.loop import Outcome, Trainer
 from train.runtime import finish, start
 
@@ -50,7 +50,10 @@ def train(config: Config, target: LanguageModel | None = None) -> Outcome:
         target = target or load_model(config.target)
         tokenizer = target.tokenizer
         draft = build_draft(config.draft, target.model, tokenizer, seed=config.run.seed)
-        head_ids = short_list(examples, config.draft.head_size, target) if config.draft.head_size else None
+        with accelerator.main_process_first():  # who chooses the size by measuring it; the others read it
+            head_ids = choose_head(
+                config.draft.head_size, run_dir, draft, target, examples=examples, selection=selection
+            )
     if accelerator.device.type == "cpu" and config.train.max_length <= SHORT_ROWS:
         draft.set_attn_implementation("eager")
     trainer = Trainer(
@@ -78,22 +81,3 @@ def reload(folder: Path) -> tuple[PreTrainedModel, Tensor | None]:
     path = folder / HEAD_IDS_FILE
     return draft, load_file(path)["head_ids"] if path.is_file() else None
 
-
-def token_weights(examples: Sequence[Example], vocab_size: int) -> Tensor:  # -> [V]
-    """How much each id matters to the target on its own answers: counts, plus the probability of the
-    captured ids.
-    """
-    weights = torch.zeros(vocab_size, dtype=torch.float64)
-    for example in examples:
-        ids = torch.as_tensor(example.answer_ids, dtype=torch.int64)
-        weights.index_add_(0, ids, torch.ones(len(ids), dtype=torch.float64))
-        weights.index_add_(0, example.token_ids.flatten().long(), example.log_probs.flatten().double().exp())
-    return weights
-
-
-def short_list(examples: Sequence[Example], size: int, target: LanguageModel) -> Tensor:  # -> [M], sorted
-    """The ids of the draft's head: those that carry most of the target's mass on its answers, and every stop
-    id.
-    """
-    weights = token_weights(examples, target.vocab_size)
-    return choose_head_ids(weights, size, always_include=sorted(target.eos_ids))

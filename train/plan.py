@@ -18,6 +18,9 @@ from train.config import Config
 RECORD_BYTES = 40
 """Bytes of JSON around one token of a recorded answer: its id, its text, its share of the prompt."""
 
+LIKELY_HEAD = 8192
+"""Ids of a short list whose size is not measured yet."""
+
 DECODE_SHARE, TRAIN_SHARE, EVAL_SHARE = 0.15, 0.6, 0.25
 """What batched sampling with capture, training and batch-1 decoding reach of the machine's bare speed (two
 CPU cores).
@@ -132,7 +135,9 @@ def estimate(
     per_epoch = max(1, -(-padded // config.train.batch_tokens))
     num_steps = config.train.steps or max(1, round((config.train.epochs or 1.0) * per_epoch))
     seen = num_steps * min(config.train.batch_tokens, padded)
-    head = (config.draft.head_size or shape.vocab_size) * (config.draft.hidden_size or shape.hidden_size)
+    size = config.draft.head_size or shape.vocab_size
+    rows = min(LIKELY_HEAD, shape.vocab_size) if size == "auto" else size
+    head = rows * (config.draft.hidden_size or shape.hidden_size)
     train = Estimate(
         stage="train",
         status=_status(done, "train"),

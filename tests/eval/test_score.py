@@ -127,3 +127,20 @@ def test_max_prompts_takes_each_domain_in_turn(
     more = ("eval.max_prompts=2", "eval.lossless_prompts=0")
     report, _ = evaluate(job(suite, tiny_target_dir, tiny_draft_dir, tmp_path / "out", *more))
     assert {name: block["prompts"] for name, block in report["domains"].items()} == {"chat": 1, "code": 1}
+
+
+def test_rule_and_sampling_settings_hold_for_every_number(
+    suite: Path, tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    """The target as its own draft: under one law for both, expected and measured acceptance are 1, whatever the law."""
+    law = ("eval.top_p=0.8", "eval.repetition_penalty=1.5", "eval.presence_penalty=0.3", "eval.rule=block")
+    texts = {}
+    for name, more in (("plain", ()), ("law", law)):
+        settings = (*more, "eval.temperatures=[0.0,0.9]", "eval.lossless_prompts=0")
+        report, out = evaluate(job(suite, tiny_target_dir, tiny_target_dir, tmp_path / name, *settings))
+        for record in records(out):
+            assert record["expected"]["sum"] == pytest.approx(record["expected"]["n"], abs=1e-3)
+            assert record["speculative"]["num_accepted"] == record["speculative"]["num_drafts"]
+        texts[name] = [r["plain"]["tokens"] for r in records(out)]
+        assert report["settings"]["rule"] == ("block" if more else "token")
+    assert texts["plain"] != texts["law"]
