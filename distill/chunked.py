@@ -150,6 +150,29 @@ def chunked_loss(
     )
 
 
+@torch.no_grad()
+def judge(
+    hidden: Tensor,  # [N, H]
+    head_weight: Tensor,  # [M, H]
+    target: SparseTarget,
+    *,
+    head_ids: Tensor | None = None,  # [M], sorted
+    chunk_tokens: int = 512,
+) -> tuple[Tensor, Tensor]:  # [N], [N]
+    """The acceptance of each token, and whether the draft's most probable id is the target's: what `LossSums` sums."""
+    _check(hidden, head_weight, target, head_ids)
+    exact = _exact(hidden.dtype)
+    symbols = lay_out(target, len(head_weight), head_ids, None, exact)
+    rows, acceptance, agrees = head_weight.to(hidden.dtype), [], []
+    for start in range(0, len(hidden), chunk_tokens):
+        part = symbols[slice(start, start + chunk_tokens)]
+        z = (hidden[start : start + chunk_tokens] @ rows.T).to(exact)
+        q = (z.gather(1, part.columns) - z.logsumexp(-1, keepdim=True)).exp()
+        acceptance.append(torch.minimum(part.p, q).sum(-1))
+        agrees.append((z.argmax(-1) == part.best).to(exact))
+    return torch.cat(acceptance), torch.cat(agrees)
+
+
 class _ChunkedLoss(torch.autograd.Function):
     """Gradients are made beside the value, chunk by chunk: each chunk's logits are computed once."""
 

@@ -15,8 +15,8 @@ from accelerate.utils import reduce
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from distill.chunked import SparseTarget, chunked_loss
-from distill.losses import ObjectiveSection
+from distill.chunked import SparseTarget, chunked_loss, judge
+from distill.losses import ObjectiveSection, block_weights
 from specdec.errors import UserError
 from specdec.head import logit_scale
 from train.batches import Batch
@@ -70,14 +70,15 @@ class DraftLoss(nn.Module):
         supervised = (
             hidden.flatten(0, 1).index_select(0, batch.positions).to(self.dtype) * self.scale
         )  # [N, H]
-        sums = chunked_loss(
-            supervised,
-            self.head(),
-            SparseTarget(token_ids=batch.token_ids, log_probs=batch.log_probs),
-            self.objective,
-            head_ids=self.head_ids,
-        )
+        target = SparseTarget(token_ids=batch.token_ids, log_probs=batch.log_probs)
+        weights, length = None, self.objective.block_length
+        if length > 1:
+            acceptance, agrees = judge(supervised, self.head(), target, head_ids=self.head_ids)
+            weights = block_weights(acceptance, batch.positions // batch.input_ids.shape[1], length)
+        sums = chunked_loss(supervised, self.head(), target, self.objective, head_ids=self.head_ids, weights=weights)
         numbers = [sums.loss, sums.expected_acceptance_sum, sums.greedy_agreement_sum]
+        if weights is not None:  # the loss is weighted, what it is judged by is not
+            numbers[1:] = [acceptance.sum(), agrees.sum()]
         values = [torch.as_tensor(x, dtype=torch.float64).detach().to(hidden.device) for x in numbers]
         return sums.loss, torch.stack(
             [*values, torch.tensor(float(batch.num_tokens), dtype=torch.float64, device=hidden.device)]

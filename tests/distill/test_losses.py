@@ -7,7 +7,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distill.losses import OBJECTIVES, ObjectiveSection, forward_kl, jsd, temper, token_losses, tv
+from distill.losses import (
+    OBJECTIVES,
+    ObjectiveSection,
+    block_weights,
+    forward_kl,
+    jsd,
+    lk,
+    log_acceptance,
+    reverse_kl,
+    skewed_kl,
+    temper,
+    token_losses,
+    tv,
+)
 
 KINDS = sorted(OBJECTIVES)
 LOG_P = torch.tensor([[0.5, 0.25, 0.25], [1.0, 0.0, 0.0]]).double().log()
@@ -44,6 +57,66 @@ def test_jsd_tends_to_both_kls() -> None:
     )
     reverse = jsd(LOG_P, LOG_Q, 1 - 1e-6)[0] / 1e-6
     torch.testing.assert_close(reverse, forward_kl(LOG_Q, LOG_P)[0], rtol=1e-4, atol=0)
+
+
+def test_reverse_kl_by_hand() -> None:
+    # First row: 0.25 ln(1/2) + 0.5 ln 2; p = 0 where q > 0 costs what the floor makes of it.
+    assert float(reverse_kl(LOG_P, LOG_Q)[0]) == pytest.approx(0.25 * math.log(2))
+    assert float(reverse_kl(LOG_P, LOG_Q)[1]) == pytest.approx(math.log(0.5) + 0.5 * 70)
+    torch.testing.assert_close(reverse_kl(LOG_P, LOG_Q)[0], forward_kl(LOG_Q, LOG_P)[0])
+
+
+def test_skewed_kl_by_hand_and_its_bound() -> None:
+    # Second row, skew 1/4: m(0) = 0.25 + 0.75 x 0.5, and p is all there.
+    assert float(skewed_kl(LOG_P, LOG_Q, 0.25)[1]) == pytest.approx(-math.log(0.625))
+    apart = torch.tensor([[0.0, -math.inf]]).double()
+    assert float(skewed_kl(apart, apart.flip(-1), 0.1)) == pytest.approx(-math.log(0.1))
+
+
+def test_log_acceptance_by_hand_and_far_away() -> None:
+    assert log_acceptance(LOG_P, LOG_Q).tolist() == pytest.approx([-math.log(0.75), -math.log(0.5)])
+    far = torch.tensor([[-500.0, 0.0]], requires_grad=True)
+    loss = log_acceptance(torch.tensor([[0.0, -math.inf]]), far)
+    (grad,) = torch.autograd.grad(loss.sum(), far)
+    assert loss.item() == 500 and grad.tolist() == [[-1, 0]]  # total variation's gradient there is 0
+
+
+def test_log_acceptance_has_the_gradient_of_tv_over_the_acceptance() -> None:
+    log_q = LOG_Q[:1].clone().requires_grad_()
+    (ours,) = torch.autograd.grad(log_acceptance(LOG_P[:1], log_q).sum(), log_q)
+    (of_tv,) = torch.autograd.grad(tv(LOG_P[:1], log_q).sum(), log_q)
+    # On the simplex the two ways of writing TV have the same gradient up to a constant times q.
+    shift = (ours - of_tv / 0.75) / LOG_Q[:1].exp()
+    torch.testing.assert_close(shift, shift[:, :1].expand_as(shift))
+
+
+def test_lk_blends_by_acceptance_and_takes_the_weight_as_given() -> None:
+    weight = math.exp(-3 * 0.75)
+    by_hand = weight * 0.25 * math.log(2) + (1 - weight) * 0.25
+    assert float(lk(LOG_P, LOG_Q, 3.0)[0]) == pytest.approx(by_hand)
+    torch.testing.assert_close(lk(LOG_P, LOG_Q, 0.0), forward_kl(LOG_P, LOG_Q))
+    log_q = LOG_Q[:1].clone().requires_grad_()
+    (ours,) = torch.autograd.grad(lk(LOG_P[:1], log_q, 3.0).sum(), log_q)
+    (kl,) = torch.autograd.grad(forward_kl(LOG_P[:1], log_q).sum(), log_q)
+    (distance,) = torch.autograd.grad(tv(LOG_P[:1], log_q).sum(), log_q)
+    torch.testing.assert_close(ours, weight * kl + (1 - weight) * distance)
+
+
+@pytest.mark.parametrize("block_length", [1, 2, 3, 5])
+def test_block_weights_are_the_gradient_of_the_accepted_length(block_length: int) -> None:
+    rows = torch.tensor([0, 0, 0, 0, 0, 0, 2, 2, 5])
+    acceptance = torch.rand(len(rows), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    acceptance.requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
+    for start in range(len(rows)):
+        chain = torch.ones((), dtype=torch.float64)
+        for token in range(start, min(start + block_length, len(rows))):
+            if rows[token] != rows[start]:
+                break
+            chain = chain * acceptance[token]
+            total = total + chain
+    (want,) = torch.autograd.grad(total, acceptance)
+    torch.testing.assert_close(block_weights(acceptance.detach(), rows, block_length), want)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -175,6 +175,24 @@ def test_accumulation_does_not_change_the_step(tmp_path: Path, run_dir: Path, ti
     assert len(pairs) == 8 and all(abs(a - b) < 1e-4 for a, b in pairs)
 
 
+@pytest.mark.parametrize("kind", ["tv", "log_acceptance"])
+def test_block_weights_change_the_loss_but_not_what_it_is_judged_by(
+    tmp_path: Path, run_dir: Path, tiny_target_dir: Path, kind: str
+) -> None:
+    found = []
+    for name, length in (("tokens", 1), ("blocks", 3)):
+        other = shutil.copytree(run_dir, tmp_path / name)
+        config = make_config(other, tiny_target_dir, steps=8)
+        objective = config.objective.model_copy(update={"kind": kind, "block_length": length})
+        train(config.model_copy(update={"objective": objective}))
+        found.append([r for r in records(other) if "loss" in r])
+    tokens, blocks = found
+    assert blocks[0]["expected_acceptance"] == pytest.approx(tokens[0]["expected_acceptance"], abs=1e-6)
+    assert blocks[0]["supervised_tokens"] == tokens[0]["supervised_tokens"]
+    assert blocks[0]["loss"] > tokens[0]["loss"] and blocks[0]["grad_norm"] != tokens[0]["grad_norm"]
+    assert blocks[-1]["expected_acceptance"] > blocks[0]["expected_acceptance"]
+
+
 def test_learning_rate_shape(tmp_path: Path) -> None:
     section = make_config(tmp_path, tmp_path, warmup=0.1, lr=1.0).train
     rates = [learning_rate(step, 100, section) for step in range(1, 101)]
