@@ -129,8 +129,10 @@ def test_saturated_rows(kind: str, dtype: torch.dtype) -> None:
     sure = SparseTarget(
         token_ids=target.token_ids, log_probs=torch.tensor([0.0] + [-80.0] * (K - 1)).expand(N, K)
     )
+    # Where q is 1 the gradient of reverse_kl is what is left of two numbers of the floor's size, 70.
+    exact = 1e-3 if kind == "reverse_kl" else 1e-4
     sums, _, _ = compare(
-        1e-4 if dtype == torch.float32 else 2e-2,
+        exact if dtype == torch.float32 else 2e-2,
         hidden,
         weight,
         sure,
