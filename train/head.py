@@ -54,18 +54,25 @@ def auto_size(
     path = run_dir / CHOICE_FILE
     if path.is_file():
         return int(json.loads(path.read_text())["size"])
-    sizes = sorted({size for size in SIZES if len(target.eos_ids) <= size < target.vocab_size} | {target.vocab_size})
-    lists = {size: short_list(learnt, size, target) for size in sizes}
+    everything = whole(draft, target)
+    sizes = sorted({size for size in SIZES if len(target.eos_ids) <= size < everything} | {everything})
+    lists = {size: short_list(learnt[:everything], size, target) for size in sizes}
+    unseen = (unseen if unseen.any() else learnt)[:everything]
     coverage = {size: float(unseen[ids].sum() / unseen.sum()) for size, ids in lists.items()}
     model = deepcopy(draft).to(device=target.device, dtype=target.model.dtype).eval()  # type: ignore[call-arg]
     drafts = [replace(target, model=model, head_ids=ids.to(target.device)) for ids in lists.values()]
-    measured = measure(target, drafts[-1], vocab_size=target.vocab_size)
-    seconds = draft_steps(drafts, vocab_size=target.vocab_size)
+    measured = measure(target, drafts[-1], vocab_size=everything)
+    seconds = draft_steps(drafts, vocab_size=everything)
     steps = {size: 1e3 * s / measured["plain_step_ms"] for size, s in zip(sizes, seconds, strict=True)}
     weighed = weigh(measured, steps, coverage)
     best = max(weighed, key=lambda row: float(row["speedup"]))["size"]
     write_atomic(path, json.dumps({"size": best, "weighed": weighed}, indent=1) + "\n")
     return int(best)
+
+
+def whole(draft: PreTrainedModel, target: LanguageModel) -> int:
+    """The vocabulary that both share; one of them may be padded beyond it."""
+    return min(target.vocab_size, len(draft.get_output_embeddings().weight))
 
 
 def weigh(
@@ -97,6 +104,6 @@ def head_ids(
     weights = token_weights(examples, target.vocab_size)
     if size == "auto":
         size = auto_size(run_dir, draft, target, learnt=weights, unseen=token_weights(selection, target.vocab_size))
-        if size == target.vocab_size:
+        if size == whole(draft, target):
             return None
     return short_list(weights, size, target)
