@@ -218,8 +218,10 @@ class Runner:
         running, filled, graphs = self.cache, self.filled, self.graphs
         self.graphs = None  # they write to the running cache
         self.cache = SlotCache(len(running.layers), num_slots)
-        yield self.cache
-        self.cache, self.filled, self.graphs = running, filled, graphs
+        try:
+            yield self.cache
+        finally:
+            self.cache, self.filled, self.graphs = running, filled, graphs
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all rows but these, in this order."""

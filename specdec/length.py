@@ -135,10 +135,10 @@ class _Counts:
     @classmethod
     def of(cls, parts: Sequence[_Counts]) -> _Counts:
         """The sum of several."""
-        judged, accepted = ([sum(column) for column in zip(*columns, strict=True)] for columns in (
-            [part.judged for part in parts], [part.accepted for part in parts]
-        ))  # fmt: skip
-        return cls(judged, accepted)
+        return cls(
+            [sum(column) for column in zip(*(part.judged for part in parts), strict=True)],
+            [sum(column) for column in zip(*(part.accepted for part in parts), strict=True)],
+        )
 
     def faded(self, factor: float) -> _Counts:
         """The same acceptance, counting for less."""

@@ -58,7 +58,7 @@ def measure(
         for k in (0, *lengths):
             seconds[f"round{k}"] += pair.rounds(k)
     median = {name: statistics.median(values) for name, values in seconds.items()}
-    plain, draft_step = median["round0"], (median["chain"] - median["first"]) / CHAIN
+    plain, draft_step = median["round0"], _one_more(median["first"], median["chain"])
     c, v = draft_step / plain, {str(n): median[f"v{n}"] / plain for n in range(1, max_draft_length + 2)}
     rest = [median[f"round{k}"] / plain - k * c - v[str(k + 1)] for k in lengths]
     return {
@@ -89,7 +89,12 @@ def draft_steps(
             if turn:  # the first warms caches and allocators
                 found.append(time.perf_counter() - began)
     medians = [statistics.median(found) for found in seconds]
-    return [(long - short) / CHAIN for short, long in zip(medians[::2], medians[1::2], strict=True)]
+    return [_one_more(first, chain) for first, chain in zip(medians[::2], medians[1::2], strict=True)]
+
+
+def _one_more(first: float, chain: float) -> float:
+    """Seconds of a step behind the first; a machine that hiccups cannot make it negative."""
+    return max(chain - first, 0.0) / CHAIN
 
 
 @dataclass(frozen=True, kw_only=True)
