@@ -40,6 +40,12 @@ class SparseTarget:
     """Their log-probabilities at temperature 1, [N, k]."""
 
 
+def text_target(token_ids: Tensor) -> SparseTarget:  # [N]
+    """All mass on the tokens of a text: forward KL to it is the text's cross-entropy."""
+    ids = token_ids.unsqueeze(-1)
+    return SparseTarget(token_ids=ids, log_probs=torch.zeros(ids.shape, device=ids.device))
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossSums:
     """Sums over tokens, each token times its weight; divide once, by the global number of tokens."""

@@ -26,9 +26,12 @@ FLOOR = -70.0  # log-probability; half-precision captures end at about -17
 class ObjectiveSection(Section):
     """What the draft is trained to lower."""
 
-    kind: Literal["forward_kl", "reverse_kl", "skewed_kl", "jsd", "tv", "log_acceptance", "lk"] = "forward_kl"
+    kind: Literal[
+        "forward_kl", "reverse_kl", "skewed_kl", "jsd", "tv", "log_acceptance", "lk", "cross_entropy"
+    ] = "forward_kl"
     """Divergence: KL(p||q), KL(q||p), KL(p||mixture), generalised Jensen-Shannon, total variation (1 - acceptance),
-    -log acceptance, or the blend of KL(p||q) and total variation that follows the acceptance."""
+    -log acceptance, the blend of KL(p||q) and total variation that follows the acceptance, or the cross-entropy of
+    the answers' own text."""
     temperature: float = Field(default=1.0, gt=0)
     """Temperature of both distributions inside the loss; 1 leaves them as they are."""
     beta: float = Field(default=0.5, gt=0, lt=1)
@@ -178,6 +181,7 @@ OBJECTIVES: dict[str, Callable[[Tensor, Tensor, ObjectiveSection], Tensor]] = {
     "skewed_kl": lambda log_p, log_q, section: skewed_kl(log_p, log_q, section.skew),
     "log_acceptance": lambda log_p, log_q, section: log_acceptance(log_p, log_q),
     "lk": lambda log_p, log_q, section: lk(log_p, log_q, section.eta),
+    "cross_entropy": lambda log_p, log_q, section: forward_kl(log_p, log_q),  # p is one-hot: the text
 }
 """Formulas by the name in `objective.kind`: (log p [N, M], log q [N, M], section) -> [N]."""
 

@@ -38,6 +38,8 @@ class Batch:
     """Symbols kept from the target at each supervised position, [N, k] int64."""
     log_probs: Tensor
     """Their log-probabilities, [N, k] float32."""
+    next_ids: Tensor
+    """The answer's own token behind each supervised position, [N] int64."""
 
     @property
     def num_tokens(self) -> int:
@@ -148,4 +150,5 @@ def collate(examples: Sequence[Example], device: torch.device | str = "cpu") -> 
         positions=torch.cat(positions).to(device),
         token_ids=torch.cat([e.token_ids for e in examples]).to(device, torch.int64),
         log_probs=torch.cat([e.log_probs for e in examples]).to(device, torch.float32),
+        next_ids=torch.cat([torch.as_tensor(e.answer_ids, dtype=torch.int64) for e in examples]).to(device),
     )

@@ -15,7 +15,7 @@ from accelerate.utils import reduce
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from distill.chunked import SparseTarget, chunked_loss, judge
+from distill.chunked import SparseTarget, chunked_loss, judge, text_target
 from distill.losses import ObjectiveSection, block_weights
 from specdec.errors import UserError
 from specdec.head import logit_scale
@@ -71,13 +71,17 @@ class DraftLoss(nn.Module):
             hidden.flatten(0, 1).index_select(0, batch.positions).to(self.dtype) * self.scale
         )  # [N, H]
         target = SparseTarget(token_ids=batch.token_ids, log_probs=batch.log_probs)
-        weights, length = None, self.objective.block_length
-        if length > 1:
+        weights, learnt, length = None, target, self.objective.block_length
+        apart = length > 1 or self.objective.kind == "cross_entropy"  # then the loss says nothing of the acceptance
+        if apart:
             acceptance, agrees = judge(supervised, self.head(), target, head_ids=self.head_ids)
+        if length > 1:
             weights = block_weights(acceptance, batch.positions // batch.input_ids.shape[1], length)
-        sums = chunked_loss(supervised, self.head(), target, self.objective, head_ids=self.head_ids, weights=weights)
+        if self.objective.kind == "cross_entropy":
+            learnt = text_target(batch.next_ids)
+        sums = chunked_loss(supervised, self.head(), learnt, self.objective, head_ids=self.head_ids, weights=weights)
         numbers = [sums.loss, sums.expected_acceptance_sum, sums.greedy_agreement_sum]
-        if weights is not None:  # the loss is weighted, what it is judged by is not
+        if apart:
             numbers[1:] = [acceptance.sum(), agrees.sum()]
         values = [torch.as_tensor(x, dtype=torch.float64).detach().to(hidden.device) for x in numbers]
         return sums.loss, torch.stack(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distill.capture import top_k_log_probs
-from distill.chunked import LossSums, SparseTarget, chunked_loss, eager_loss, judge
+from distill.chunked import LossSums, SparseTarget, chunked_loss, eager_loss, judge, text_target
 from distill.losses import OBJECTIVES, ObjectiveSection, token_losses
 
 N, H, V, K = 23, 16, 96, 6
@@ -92,6 +92,23 @@ def test_judge_gives_what_the_loss_sums(short: bool) -> None:
     assert acceptance.shape == agrees.shape == (N,)
     torch.testing.assert_close(acceptance.sum(), sums.expected_acceptance_sum)
     assert float(agrees.sum()) == float(sums.greedy_agreement_sum)
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_cross_entropy_of_a_text(short: bool) -> None:
+    """torch's own; a token off a short list adds nothing: all is in the tail, for the draft as for the text."""
+    hidden, weight, _ = make()
+    ids = torch.randint(0, V, (N,), generator=torch.Generator().manual_seed(3))
+    section = ObjectiveSection(kind="cross_entropy")
+    if short:
+        sums, _, _ = measure(chunked_loss, hidden, weight[SHORT], text_target(ids), section, head_ids=SHORT)
+        on_list = torch.isin(ids, SHORT)
+        logits, ids = (hidden @ weight[SHORT].T)[on_list], torch.searchsorted(SHORT, ids[on_list])
+    else:
+        sums, _, _ = measure(chunked_loss, hidden, weight, text_target(ids), section)
+        logits = hidden @ weight.T
+    want = torch.nn.functional.cross_entropy(logits, ids, reduction="sum")
+    torch.testing.assert_close(sums.loss.detach(), want, rtol=1e-5, atol=1e-5)
 
 
 def test_bucketed_loss_by_hand() -> None:

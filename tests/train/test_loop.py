@@ -175,6 +175,22 @@ def test_accumulation_does_not_change_the_step(tmp_path: Path, run_dir: Path, ti
     assert len(pairs) == 8 and all(abs(a - b) < 1e-4 for a, b in pairs)
 
 
+def test_cross_entropy_is_judged_by_the_captured_distributions(
+    tmp_path: Path, run_dir: Path, tiny_target_dir: Path
+) -> None:
+    found = []
+    for kind in ("forward_kl", "cross_entropy"):
+        other = shutil.copytree(run_dir, tmp_path / kind)
+        config = make_config(other, tiny_target_dir, steps=30)
+        train(config.model_copy(update={"objective": config.objective.model_copy(update={"kind": kind})}))
+        found.append([r for r in records(other) if "loss" in r])
+    divergence, text = found
+    for key in ("expected_acceptance", "supervised_tokens"):
+        assert text[0][key] == pytest.approx(divergence[0][key], abs=1e-6)
+    assert text[-1]["expected_acceptance"] > text[0]["expected_acceptance"]
+    assert text[-1]["loss"] > divergence[-1]["loss"]  # the text's entropy is in it
+
+
 @pytest.mark.parametrize("kind", ["tv", "log_acceptance"])
 def test_block_weights_change_the_loss_but_not_what_it_is_judged_by(
     tmp_path: Path, run_dir: Path, tiny_target_dir: Path, kind: str
