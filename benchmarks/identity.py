@@ -10,8 +10,8 @@ eval.suite where that names a file; one answer of eval.max_new_tokens each.
    Answers that differ are listed with the gap between the target's two best logits where they part, beside the
    rounding noise: how far such a gap moves between forwards of one token and of many.
 
-Writes benchmarks/results/identity-SUITE.json as it goes, and ends with exit code 1 where a float32 answer differs, or
-another one with a gap above the noise.
+Writes benchmarks/results/identity-SUITE.json as it goes; started again, it goes on with what that lacks. Ends with exit
+code 1 where a float32 answer differs, or another one with a gap above the noise.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -120,48 +121,59 @@ def rounded(bench: Bench, prompts: list[list[int]]) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
+def exact(
+    bench: Bench, prompts: list[list[int]], measured: dict[str, Any], done: list[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Float32: one record for each batch size, length and proposer that is not `done`."""
+    racing = replace(bench, target=in_fp32(bench.target), draft=in_fp32(bench.draft))
+    reference = decode(racing, prompts, 1, "plain", make_policy(0))
+    for batch_size, length, proposer in product(BATCHES, LENGTHS, ("draft", "lookup")):
+        if proposer == "lookup" and length in ("confidence", "entropy"):
+            continue  # they read the draft's distribution; a copy has none
+        what = {"batch_size": batch_size, "draft_length": length, "proposer": proposer}
+        if any(what.items() <= record.items() for record in done):
+            continue
+        began = time.perf_counter()
+        answers = decode(racing, prompts, batch_size, proposer, make_policy(length, cost=measured))
+        differ = [n for n, (a, b) in enumerate(zip(reference, answers, strict=True)) if a != b]
+        identical = len(reference) - len(differ)
+        took = time.perf_counter() - began
+        print(f"{batch_size:3} {proposer:7} {length!s:11} {identical}/{len(reference)} {took:.0f} s", flush=True)
+        yield {**what, "identical": identical, "differ": differ}
+
+
 def main() -> None:
     _, _, job = from_command_line()
-    loaded, questions = load_bench(with_suite(job, job.eval.suite))
+    bench, questions = load_bench(with_suite(job, job.eval.suite))
     prompts = shortest(questions)
     if job.eval.suite != "builtin":
-        builtin = load_questions(with_suite(job, "builtin"), loaded.target)
+        builtin = load_questions(with_suite(job, "builtin"), bench.target)
         prompts = shortest(questions, NUM_PROMPTS // 2) + shortest(builtin, NUM_PROMPTS // 2)
     prompts.sort(key=len)  # even batches
-    measured = measure(loaded.target, loaded.draft, vocab_size=loaded.vocab_size)
-    bench = replace(loaded, target=in_fp32(loaded.target), draft=in_fp32(loaded.draft))
-    reference = decode(bench, prompts, 1, "plain", make_policy(0))
-    found = []
+    result: dict[str, Any] = {
+        "what": "greedy answers that are identical to plain decoding at batch 1; runs are in float32",
+        "suite": Path(job.eval.suite).name,
+        "prompts": len(prompts),
+        "max_new_tokens": bench.max_new_tokens,
+        "draft": bench.draft.fingerprint,
+    }
     out = RESULTS / f"identity-{Path(job.eval.suite).stem}.json"
-    for batch_size in BATCHES:
-        for length in LENGTHS:
-            for proposer in ("draft", "lookup"):
-                if proposer == "lookup" and length in ("confidence", "entropy"):
-                    continue  # they read the draft's distribution; a copy has none
-                began = time.perf_counter()
-                answers = decode(bench, prompts, batch_size, proposer, make_policy(length, cost=measured))
-                differ = [n for n, (a, b) in enumerate(zip(reference, answers, strict=True)) if a != b]
-                found.append(
-                    {"batch_size": batch_size, "draft_length": length, "proposer": proposer,
-                     "identical": len(reference) - len(differ), "differ": differ}
-                )  # fmt: skip
-                share = f"{len(reference) - len(differ)}/{len(reference)}"
-                took = time.perf_counter() - began
-                print(f"{batch_size:3} {proposer:7} {length!s:11} {share} {took:.0f} s", flush=True)
-                result = {
-                    "what": "greedy answers that are identical to plain decoding at batch 1; runs are in float32",
-                    "suite": Path(job.eval.suite).name,
-                    "prompts": len(reference),
-                    "max_new_tokens": bench.max_new_tokens,
-                    "runs": found,
-                    "environment": provenance.collect(),
-                }
-                out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    close = []
-    for record in rounded(loaded, prompts):
-        close.append(record)
-        out.write_text(json.dumps({**result, "rounded": close}, indent=1) + "\n", encoding="utf-8")
-    sys.exit(int(any(run["differ"] for run in found) or any(run["above_noise"] for run in close)))
+    before = json.loads(out.read_text()) if out.is_file() else {}
+    same = result.items() <= before.items()  # then what a killed run has found stands
+    result |= {"runs": before["runs"] if same else [], "rounded": [], "environment": provenance.collect()}
+
+    def write() -> None:
+        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+    measured = measure(bench.target, bench.draft, vocab_size=bench.vocab_size)
+    for record in exact(bench, prompts, measured, list(result["runs"])):
+        result["runs"].append(record)
+        write()
+    for record in rounded(bench, prompts):
+        result["rounded"].append(record)
+        write()
+    differ = any(run["differ"] for run in result["runs"])
+    sys.exit(int(differ or any(run["above_noise"] for run in result["rounded"])))
 
 
 if __name__ == "__main__":
