@@ -124,7 +124,7 @@ def _first_error(job: type[Section], error: pydantic.ValidationError) -> UserErr
     faults = error.errors(include_url=False)
     # An unknown key is often a misspelt required one: name it before the key that then seems to be missing.
     fault = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
-    key = ".".join(str(part) for part in fault["loc"] if not _is_branch(str(part)))
+    key = _key(fault)
     if fault["type"] == "extra_forbidden":
         fix = f"did you mean {_nearest(key, list(known_keys(job)))}?"
         return UserError(f"unknown key {key}", got=_show(fault["input"]), expected="a known key", fix=fix)
@@ -136,8 +136,13 @@ def _first_error(job: type[Section], error: pydantic.ValidationError) -> UserErr
         text = str(cause) if cause is not None else fault["msg"]
         own = isinstance(cause, UserError)  # already says what, got, expected and fix
         return UserError(text) if own or not key else UserError(key, got=_show(fault["input"]), expected=text)
-    expected = fault["msg"].removeprefix("Input should be ")
-    return UserError(key or "config", got=_show(fault["input"]), expected=expected)
+    # A value that may be of several kinds has one fault for each.
+    kinds = [f["msg"].removeprefix("Input should be ").partition(", unable to")[0] for f in faults if _key(f) == key]
+    return UserError(key or "config", got=_show(fault["input"]), expected=", or ".join(dict.fromkeys(kinds)))
+
+
+def _key(fault: Any) -> str:
+    return ".".join(str(part) for part in fault["loc"] if not _is_branch(str(part)))
 
 
 def known_keys(job: type[Section], prefix: str = "") -> Iterator[str]:

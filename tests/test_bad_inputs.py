@@ -75,6 +75,8 @@ def refused_untouched(desk: Desk, command: str, *overrides: object, words: tuple
         ("train.steps=2.5", ("train.steps", "2.5")),
         ("nonsense", ("nonsense", "key=value")),
         ("eval.draft_length=-1", ("eval.draft_length", "-1")),
+        ("draft.head_size=some", ("draft.head_size", "valid integer, or 'auto'")),
+        ("eval.draft_length=some", ("eval.draft_length", "'cost'", "valid integer")),
         ("eval.temperatures=[-0.5]", ("eval.temperatures", "-0.5")),
         ("generate.temperatures=[-1]", ("generate.temperatures", "-1")),
         ("target.device=cuda", ("CUDA", "cuda")),
